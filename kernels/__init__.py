@@ -1,0 +1,13 @@
+"""KDA's operators. Importing this compiles nothing and needs no GPU."""
+
+from .gate import bounded_gate_cumsum, softplus_gate_cumsum
+from .l2norm import l2norm
+from .short_conv import causal_conv1d, causal_conv1d_step
+
+__all__ = [
+    "bounded_gate_cumsum",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "l2norm",
+    "softplus_gate_cumsum",
+]

@@ -211,3 +211,30 @@ def grad_or_none(needed: Sequence[bool], grads: Sequence[Tensor]) -> list[Tensor
 def empty_like_optional(tensor: Tensor, wanted: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An output that is empty, [0], unless it was asked for."""
     return torch.empty(list(shape) if wanted else [0], dtype=dtype, device=tensor.device)
+
+
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """A context in which autocast does nothing on ``tensor``'s device: operators fix their own arithmetic."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def reference_vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Any) -> tuple[Tensor, ...]:
+    """Gradients of a reference function for a backward operator, inside which autograd's own recording is off.
+
+    Args:
+        function: takes ``inputs`` and returns a tensor or a tuple of tensors.
+        inputs: the tensors to differentiate with respect to, in the type to compute in.
+        grads: the gradient of the output, or a tuple of them.
+    """
+    with without_autocast(inputs[0]):
+        _, pullback = torch.func.vjp(function, *inputs)
+        return pullback(grads)
+
+
+def second_order_raises(op: str) -> Callable[..., Any]:
+    """The ``backward`` to register on a backward operator: a second-order request fails instead of giving zeros."""
+
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(f"{op} differentiates once; for higher orders use impl='reference' in eager mode")
+
+    return backward
