@@ -2,6 +2,7 @@
 
 from .gate import bounded_gate_cumsum, softplus_gate_cumsum
 from .l2norm import l2norm
+from .recurrent import recurrent_kda, recurrent_kda_step
 from .short_conv import causal_conv1d, causal_conv1d_step
 
 __all__ = [
@@ -9,5 +10,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_step",
     "l2norm",
+    "recurrent_kda",
+    "recurrent_kda_step",
     "softplus_gate_cumsum",
 ]
