@@ -26,6 +26,7 @@ from datasets import Dataset, Features, Value
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset, build_text_dataloader
 from torchtitan.tools.logging import logger
@@ -513,7 +514,7 @@ def check_data(job_config: JobConfig) -> None:
     """
     build_tokenizer(job_config)
     _register_for_job(job_config, 1)
-    sections = [("training", job_config.training)]
+    sections: list[tuple[str, Training | Validation]] = [("training", job_config.training)]
     if job_config.validation.enable:
         sections.append(("validation", job_config.validation))
     for section, settings in sections:
