@@ -11,6 +11,7 @@ their gradients are zeros.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets
 
+LN_2 = math.log(2.0)
 MAX_A_LOG = 88.72
 """exp of it is just inside FP32's range."""
 
@@ -57,7 +59,8 @@ def naive_recurrent_kda(
     """
     _check_types("naive_recurrent_kda", q, k, v, gate, beta, initial_state)
     steps = _Steps("naive_recurrent_kda", q, cu_seqlens, 1)
-    inputs = [steps.split(x) for x in (q * q.shape[-1] ** -0.5, k, v, gate, beta)]
+    inputs = [steps.split(x) for x in (q, k, v, gate, beta)]
+    scale = q.shape[-1] ** -0.5
     state = steps.first_states(initial_state, v)  # [sequences still running, H, K, V]
     outputs: list[Tensor] = []
     finished: list[Tensor] = []
@@ -66,7 +69,7 @@ def naive_recurrent_kda(
         state = state * gate_t.exp2().unsqueeze(-1)  # decay
         residual = beta_t.unsqueeze(-1) * (v_t - _read(state, k_t))  # against the decayed state
         state = state + k_t.unsqueeze(-1) * residual.unsqueeze(-2)  # rank-one write
-        outputs.append(_read(state, q_t))  # from the updated state
+        outputs.append(_read(state, scale * q_t))  # from the updated state
     return steps.join(outputs, v), steps.last_states(state, finished) if output_final_state else None
 
 
@@ -159,7 +162,7 @@ def naive_chunk_kda(
         S'   = diag(2^G_last) S + (k 2^(G_last - G))^T v_new
 
     All chunks of all sequences go through the first two lines at once; only the state is carried from chunk to chunk,
-    for all sequences together. No exponent is positive: see ``_decayed_products``.
+    for all sequences together. No exponent is positive: see ``_DecayedProducts``.
 
     The gate's gradient survives strong gates because a pair whose decay is 2^0 has no gate in its graph (the diagonal
     of a_qk, the last token's own write); left in, it would add a large term to G_i and take it away again, and FP32
@@ -175,23 +178,22 @@ def naive_chunk_kda(
     _check_types("naive_chunk_kda", q, k, v, cumulative_gate, beta, initial_state)
     _check_chunk_size("naive_chunk_kda", chunk_size)
     steps = _Steps("naive_chunk_kda", q, cu_seqlens, chunk_size)
-    q, k, v, G, beta = (
-        steps.chunks(x) for x in (q * q.shape[-1] ** -0.5, k, v, cumulative_gate, beta.unsqueeze(-1))
-    )  # [chunks, H, C, ...], by step and then by sequence; zeros after a sequence's end
-
+    # [chunks, H, C, ...], by step and then by sequence; zeros after a sequence's end
+    q, k, v, G, beta = (steps.chunks(x) for x in (q, k, v, cumulative_gate, beta.unsqueeze(-1)))
+    q = q * q.shape[-1] ** -0.5
     row = torch.arange(chunk_size, device=q.device).view(-1, 1)
-    length = steps.chunk_lengths.view(-1, 1, 1, 1)
-    G_last = torch.take_along_dim(G, length - 1, -2)  # [chunks, H, 1, K]
-    G = torch.where(row < length, G, G_last.detach())  # past the end nothing decays
+    last = steps.chunk_lengths - 1
+    G_last = G[torch.arange(len(last), device=q.device), :, last].unsqueeze(-2)  # [chunks, H, 1, K]
+    last = last.view(-1, 1, 1, 1)
+    G = torch.where(row <= last, G, G_last.detach())  # past the end nothing decays
 
-    products = _decayed_products(torch.stack([q, k], -2), k, G)  # [chunks, H, C, 2, C], strictly lower
-    a_qk = products[..., 0, :] + torch.diag_embed((q * k).sum(-1))
-    L = beta * products[..., 1, :]
+    products: Tensor = _DecayedProducts.apply(torch.stack([q, beta * k], -2), k, G)  # pyright: ignore
+    a_qk, L = products.unbind(-2)  # [chunks, H, C, C], both without their diagonals
     decay = G.exp2()
     u_w = torch.linalg.solve_triangular(L, beta * torch.cat([v, k * decay], -1), upper=False, unitriangular=True)
     u, w = u_w.split([v.shape[-1], k.shape[-1]], -1)
     read = torch.cat([w, q * decay], -2)  # [chunks, H, 2 C, K]: one product with the state serves both
-    k_decayed = k * torch.where(row < length - 1, G_last - G, 0).exp2()
+    k_decayed = k * torch.where(row < last, G_last - G, 0).exp2()
     state_decay = G_last.exp2().mT  # [chunks, H, K, 1]
 
     state = steps.first_states(initial_state, v)
@@ -205,34 +207,90 @@ def naive_chunk_kda(
         state = decay_c * state + k_c.mT @ v_new
         values.append(v_new)
         outputs.append(q_S)
-    output = torch.cat([u[:0], *outputs]) + a_qk @ torch.cat([u[:0], *values])
+    v_new = torch.cat([u[:0], *values])  # [chunks, H, C, V]
+    output = torch.cat([u[:0], *outputs]) + a_qk @ v_new + (q * k).sum(-1, keepdim=True) * v_new
     return steps.unchunk(output), steps.last_states(state, finished) if output_final_state else None
 
 
-def _decayed_products(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:
-    """<x_i 2^(G_i - G_j), k_j> for i > j, zero elsewhere: rows [..., C, R, K], k and G [..., C, K] -> [..., C, R, C].
+class _DecayedProducts(torch.autograd.Function):
+    """<x_i 2^(G_i - G_j), k_j> for i > j, zero elsewhere: rows x [..., C, R, K], k and G [..., C, K] -> [..., C, R, C].
 
     A block of 2n tokens holds two of n tokens on its diagonal and, below them, the pairs of its later half with its
-    earlier half. Those are one matrix product, factored around the gate of the later half's first token r:
-    2^(G_i - G_r) 2^(G_r - G_j), where neither exponent is positive and nothing later than token i is used. So the
-    triangle is put together from blocks of 2, 4, ... C tokens. G_r cancels out of the product, and is therefore kept
-    out of the gradient.
+    earlier half. Those are one matrix product, factored around the gate of the later half's first token r,
+    2^(G_i - G_r) 2^(G_r - G_j): neither exponent is positive, and nothing later than token i is used. Blocks of 2, 4,
+    ... C tokens make up the triangle.
+
+    Autograd would give each factor's exponent its own gradient and carry those of G_r along, which cancel. Here G gets
+    what every pair p_ij is owed, grad_ij p_ij to G_i and from G_j, summed by rows and by columns.
     """
-    C = k.shape[-2]
-    blocks = rows.new_zeros(*rows.shape[:-1], 1).unsqueeze(-3)  # [..., C, 1, R, 1]: one token, no pairs
-    half = 1
-    while half < C:
-        k_early = k.unflatten(-2, (-1, 2, half))[..., 0, :, :]  # [..., C / 2n, n, K]
-        G_early, G_late = G.unflatten(-2, (-1, 2, half)).unbind(-3)
-        rows_late = rows.unflatten(-3, (-1, 2, half))[..., 1, :, :, :]  # [..., C / 2n, n, R, K]
-        anchor = G_late[..., :1, :].detach()
-        late = rows_late * (G_late - anchor).exp2().unsqueeze(-2)
-        early = k_early * (anchor - G_early).exp2()
-        pairs = (late.flatten(-3, -2) @ early.mT).unflatten(-2, (half, -1))  # [..., C / 2n, n, R, n]
-        upper, lower = blocks.unflatten(-4, (-1, 2)).unbind(-4)
-        blocks = torch.cat([F.pad(upper, (0, half)), torch.cat([pairs, lower], -1)], -3)
-        half *= 2
-    return blocks.squeeze(-4)
+
+    @staticmethod
+    def forward(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:
+        products = rows.new_zeros(*rows.shape[:-1], k.shape[-2])
+        half = 1
+        while half < k.shape[-2]:
+            late_decay, early_decay = _half_decays(G, half)
+            late = (_halves(rows, half, -3)[1] * late_decay.unsqueeze(-2)).flatten(-3, -2)  # [..., C / 2n, n R, K]
+            early = _halves(k, half)[0] * early_decay  # [..., C / 2n, n, K]
+            _pairs(products, half).copy_((late @ early.mT).unflatten(-2, (half, -1)))
+            half *= 2
+        return products
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows, k, G = ctx.saved_tensors
+        d_rows, dk = torch.zeros_like(rows), torch.zeros_like(k)
+        half = 1
+        while half < k.shape[-2]:
+            late_decay, early_decay = _half_decays(G, half)
+            late_decay = late_decay.unsqueeze(-2)
+            late = (_halves(rows, half, -3)[1] * late_decay).flatten(-3, -2)
+            early = _halves(k, half)[0] * early_decay
+            d_pairs = _pairs(grad, half).flatten(-3, -2)  # [..., C / 2n, n R, n]
+            _halves(d_rows, half, -3)[1].addcmul_((d_pairs @ early).unflatten(-2, (half, -1)), late_decay)
+            _halves(dk, half)[0].addcmul_(d_pairs.mT @ late, early_decay)
+            half *= 2
+        return d_rows, dk, LN_2 * ((rows * d_rows).sum(-2) - k * dk)
+
+
+def _halves(x: Tensor, half: int, dim: int = -2) -> tuple[Tensor, Tensor]:
+    """Views of the earlier and the later half of each block of 2n tokens: [..., C, K] -> twice [..., C / 2n, n, K]."""
+    blocks = x.unflatten(dim, (-1, 2, half))
+    return blocks.select(dim - 1, 0), blocks.select(dim - 1, 1)
+
+
+def _half_decays(G: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """2^(G_i - G_r) for the later halves, 2^(G_r - G_j) for the earlier: [..., C / 2n, n, K]."""
+    early, late = _halves(G, half)
+    anchor = late[..., :1, :]
+    return (late - anchor).exp2(), (anchor - early).exp2()
+
+
+def _pairs(products: Tensor, half: int) -> Tensor:
+    """A view of the pairs (later half, earlier half) of each block: [..., C, R, C] -> [..., C / 2n, n, R, n]."""
+    blocks = products.unflatten(-1, (-1, 2, half)).select(-2, 0).unflatten(-4, (-1, 2, half)).select(-5, 1)
+    return blocks.diagonal(0, -5, -2).movedim(-1, -4)  # from [..., C / 2n, n, R, C / 2n, n]
+
+
+class _Reorder(torch.autograd.Function):
+    """x[order] for a permutation of the first axis; the gradient is then a permutation too, not a scatter."""
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return x.index_select(0, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.order = inputs[1:]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.order
+        return _Reorder.apply(grad, inverse, order), None, None  # pyright: ignore[reportReturnType]
 
 
 # ---- the gates ----
@@ -260,8 +318,7 @@ def naive_bounded_gate_cumsum(
         [B, T, H, K]. A token's log2 decay is floored at -256, where its gradient is zero.
     """
     _check_types("naive_bounded_gate_cumsum", raw_gate, A_log, dt_bias)
-    decay = _log2_decay(raw_gate, A_log, dt_bias, lower_bound)
-    return _chunk_cumsum("naive_bounded_gate_cumsum", decay, chunk_size, cu_seqlens)
+    return _gate_cumsum("naive_bounded_gate_cumsum", raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens)
 
 
 def naive_softplus_gate_cumsum(
@@ -274,8 +331,7 @@ def naive_softplus_gate_cumsum(
 ) -> Tensor:
     """The softplus gate, ``-exp(A_log) softplus(raw + dt_bias)`` in nats; see ``naive_bounded_gate_cumsum``."""
     _check_types("naive_softplus_gate_cumsum", raw_gate, A_log, dt_bias)
-    decay = _log2_decay(raw_gate, A_log, dt_bias, None)
-    return _chunk_cumsum("naive_softplus_gate_cumsum", decay, chunk_size, cu_seqlens)
+    return _gate_cumsum("naive_softplus_gate_cumsum", raw_gate, A_log, dt_bias, chunk_size, None, cu_seqlens)
 
 
 def _log2_decay(raw_gate: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
@@ -291,11 +347,22 @@ def _log2_decay(raw_gate: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: f
     return torch.where(decay > MIN_LOG2_DECAY, decay, MIN_LOG2_DECAY)
 
 
-def _chunk_cumsum(op: str, decay: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Tensor:
+def _gate_cumsum(
+    op: str,
+    raw_gate: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    chunk_size: int,
+    lower_bound: float | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
     _check_chunk_size(op, chunk_size)
-    tokens = decay.shape[1]
+    batch, tokens = raw_gate.shape[:2]
     lengths = _lengths(op, cu_seqlens, tokens)
-    return _from_chunks(_to_chunks(decay, lengths, chunk_size).cumsum(1), decay.shape[0], tokens, lengths)
+    raw_gate = _to_chunks(
+        raw_gate, lengths, chunk_size
+    )  # [chunks, C, H, K], before anything is computed: live rows only
+    return _from_chunks(_log2_decay(raw_gate, A_log, dt_bias, lower_bound).cumsum(1), batch, tokens, lengths)
 
 
 # ---- norm and convolution ----
@@ -489,24 +556,28 @@ class _Steps:
             live += [min(lengths[n] - step * chunk_size, chunk_size) for n in running]
         self.sequences = torch.tensor(sequences, dtype=torch.long, device=q.device)
         self.order = torch.tensor(order, dtype=torch.long, device=q.device)
+        self.inverse = self.order.argsort()
         self.chunk_lengths = torch.tensor(live, dtype=torch.long, device=q.device)
 
     def chunks(self, x: Tensor) -> Tensor:
         """[B, T, H, X] -> [chunks, H, C, X]."""
-        return _to_chunks(x, self.packed, self.chunk_size).transpose(1, 2).index_select(0, self.order)
+        x = _to_chunks(x, self.packed, self.chunk_size).transpose(1, 2)
+        return _Reorder.apply(x, self.order, self.inverse)  # pyright: ignore[reportReturnType]
 
     def unchunk(self, chunks: Tensor) -> Tensor:
         """The inverse of ``chunks``; zeros in rows that belong to no sequence."""
-        chunks = chunks.index_select(0, self.order.argsort()).transpose(1, 2)
-        return _from_chunks(chunks, self.batch, self.tokens, self.packed)
+        chunks = _Reorder.apply(chunks, self.inverse, self.order)  # pyright: ignore[reportAssignmentType]
+        return _from_chunks(chunks.transpose(1, 2), self.batch, self.tokens, self.packed)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """[B, T, ...] -> for each step [running, ...], where a piece is a token."""
-        return _to_chunks(x, self.packed, 1).squeeze(1).index_select(0, self.order).split(self.running)
+        x = _to_chunks(x, self.packed, 1).squeeze(1)
+        return _Reorder.apply(x, self.order, self.inverse).split(self.running)  # pyright: ignore
 
     def join(self, steps: list[Tensor], like: Tensor) -> Tensor:
         """The inverse of ``split``, for tensors shaped like ``like``."""
-        rows = torch.cat([like[:, :0].flatten(0, 1), *steps]).index_select(0, self.order.argsort())
+        rows = torch.cat([like[:, :0].flatten(0, 1), *steps])
+        rows = _Reorder.apply(rows, self.inverse, self.order)  # pyright: ignore[reportAssignmentType]
         return _from_chunks(rows.unsqueeze(1), self.batch, self.tokens, self.packed)
 
     def first_states(self, initial_state: Tensor | None, v: Tensor) -> Tensor:
