@@ -1,5 +1,6 @@
 """KDA's operators. Importing this compiles nothing and needs no GPU."""
 
+from ._operator import implementation
 from .gate import bounded_gate_cumsum, softplus_gate_cumsum
 from .l2norm import l2norm
 from .recurrent import recurrent_kda, recurrent_kda_step
@@ -9,6 +10,7 @@ __all__ = [
     "bounded_gate_cumsum",
     "causal_conv1d",
     "causal_conv1d_step",
+    "implementation",
     "l2norm",
     "recurrent_kda",
     "recurrent_kda_step",

@@ -27,9 +27,17 @@ MAX_KEY_WIDTH = 256
 CHUNK_SIZE = 64
 
 
+REFERENCE_ONLY = frozenset({"chunk_kda", "chunk_output", "chunk_fwd_o_vk"})
+"""Public functions whose Triton path is not written yet; impl=None means the reference for them on every device."""
+
+
+# Read once, as @triton.jit reads it; torch.compile cannot trace the look-up.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
 def interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1), and so on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
+    return _INTERPRETED
 
 
 def resolve_impl(op: str, impl: str | None, tensor: Tensor, *, triton_ready: bool = True) -> str:
@@ -47,13 +55,27 @@ def resolve_impl(op: str, impl: str | None, tensor: Tensor, *, triton_ready: boo
     """
     if impl not in (None, "triton", "reference"):
         raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
-    if impl == "triton" and not triton_ready:
+    if not triton_ready and impl == "triton":
         raise NotImplementedError(f"{op}: the Triton path is not written yet; use impl='reference' (or None)")
+    return implementation(op, impl, tensor.device) if triton_ready else "reference"
+
+
+def implementation(op: str, impl: str | None, device: torch.device | str) -> str:
+    """What the public function ``op`` runs for tensors on ``device``: "triton" or "reference".
+
+    Raises:
+        ValueError, NotImplementedError: as the call itself would, for an ``impl`` that it cannot run there.
+    """
+    if impl not in (None, "triton", "reference"):
+        raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
+    ready, on_gpu = op not in REFERENCE_ONLY, torch.device(device).type == "cuda"
     if impl is None:
-        return "triton" if tensor.is_cuda and triton_ready else "reference"
-    if impl == "triton" and not tensor.is_cuda and not interpreted():
+        return "triton" if on_gpu and ready else "reference"
+    if impl == "triton" and not ready:
+        raise NotImplementedError(f"{op}: the Triton path is not written yet; use impl='reference' (or None)")
+    if impl == "triton" and not on_gpu and not interpreted():
         raise ValueError(
-            f"{op}: impl='triton' needs CUDA tensors, got one on {tensor.device} (TRITON_INTERPRET=1, set before "
+            f"{op}: impl='triton' needs CUDA tensors, got one on {device} (TRITON_INTERPRET=1, set before "
             "titan_kda.kernels is imported, runs the kernels on the CPU for debugging)"
         )
     return impl

@@ -6,7 +6,7 @@ renames ``.metadata`` into place last, so that a folder without it is a save tha
 anything, so ``.metadata`` is read by an unpickler that knows a few names and builds inert records for them, none of
 DCP's own classes; the data records are loaded with ``weights_only=True``.
 
-Sampling uses ``resolve_checkpoint`` and ``read_weights``; a job uses ``check_checkpoint_settings`` and
+Sampling uses ``resolve_checkpoint`` and ``read_weights``; a job uses ``validate_checkpoint_settings`` and
 ``prepare_folder``.
 """
 
@@ -71,6 +71,10 @@ class UnfinishedCheckpointError(CheckpointError, ValueError):
 
 class InvalidCheckpointError(CheckpointError, ValueError):
     """Something else than a checkpoint, or one that holds what a checkpoint has no need of, such as code."""
+
+
+class CheckpointSettingError(CheckpointError, ValueError):
+    """A [checkpoint] setting with which the job would fail."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
@@ -496,46 +500,46 @@ def _read_safetensors(where: Mapping[str, Path], names: Iterable[str]) -> Iterat
 # ---- a job's folder ----
 
 
-class Finding(NamedTuple):
-    fatal: bool  # the job would fail, perhaps only at its end
-    text: str
-
-
-def check_checkpoint_settings(job_config: JobConfig, *, has_adapter: bool = False) -> list[Finding]:
-    """What in ``[checkpoint]`` would lose work, one line each; torchtitan's defaults among it.
+def validate_checkpoint_settings(job_config: JobConfig, *, has_adapter: bool = False) -> list[str]:
+    """What in ``[checkpoint]`` loses work, torchtitan's defaults included, as warnings of one line each.
 
     Args:
         has_adapter: whether the model's train spec has a state_dict_adapter, for weights in Hugging Face form.
+
+    Raises:
+        CheckpointSettingError: a setting with which the job fails, perhaps only at its last step.
     """
     settings = job_config.checkpoint
-    findings: list[Finding] = []
     if not settings.enable:
-        return findings
+        return []
+    saves = not (settings.load_only or settings.create_seed_checkpoint)
     if settings.interval < 1:
-        findings.append(Finding(True, f"checkpoint.interval must be at least 1, got {settings.interval}"))
+        raise CheckpointSettingError(f"checkpoint.interval must be at least 1, got {settings.interval}")
     if settings.keep_latest_k < 0 or settings.keep_latest_k == 1:
-        findings.append(
-            Finding(True, f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, got {settings.keep_latest_k}")
+        raise CheckpointSettingError(
+            f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, got {settings.keep_latest_k}"
         )
     if settings.initial_load_path and not Path(settings.initial_load_path).is_dir():
-        findings.append(Finding(True, f"checkpoint.initial_load_path is no folder: {settings.initial_load_path}"))
+        raise CheckpointSettingError(f"checkpoint.initial_load_path is no folder: {settings.initial_load_path}")
+    if saves and settings.last_save_in_hf and not has_adapter:
+        raise CheckpointSettingError("checkpoint.last_save_in_hf needs a state_dict_adapter, which this model lacks")
+    if saves and settings.last_save_in_hf and not settings.last_save_model_only:
+        raise CheckpointSettingError("checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true")
+    warnings = []
     if settings.load_step >= 0:
-        text = f"checkpoint.load_step = {settings.load_step}: started again, this job goes back to that step each time"
-        findings.append(Finding(False, text))
-    if settings.load_only or settings.create_seed_checkpoint:
-        return findings
-    if settings.last_save_in_hf and not has_adapter:
-        findings.append(Finding(True, "checkpoint.last_save_in_hf needs a state_dict_adapter, which this model lacks"))
-    if settings.last_save_in_hf and not settings.last_save_model_only:
-        findings.append(Finding(True, "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true"))
-    if settings.last_save_in_hf or settings.last_save_model_only:
-        key = "last_save_in_hf" if settings.last_save_in_hf else "last_save_model_only"
-        text = f"checkpoint.{key} = true: the last step is saved without the optimizer, no job can go on from it"
-        findings.append(Finding(False, text))
-    if settings.interval > job_config.training.steps:
-        text = f"checkpoint.interval = {settings.interval} is above training.steps: only the last step is saved"
-        findings.append(Finding(False, text))
-    return findings
+        warnings.append(
+            f"checkpoint.load_step = {settings.load_step}: started again, the job goes back to that step each time"
+        )
+    if saves and settings.last_save_model_only:
+        warnings.append(
+            "checkpoint.last_save_model_only = true: the last step is saved without the optimizer, and no job can go "
+            "on from it"
+        )
+    if saves and settings.interval > job_config.training.steps:
+        warnings.append(
+            f"checkpoint.interval = {settings.interval} is above training.steps: only the last step is saved"
+        )
+    return warnings
 
 
 def prepare_folder(job_config: JobConfig, *, rank: int = 0) -> int:

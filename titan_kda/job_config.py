@@ -1,0 +1,257 @@
+"""The TOML sections that this package adds to torchtitan's, and the checks of a whole job.
+
+``[job] custom_config_module = "titan_kda.job_config"`` merges ``JobConfig`` with torchtitan's own. torchtitan refuses
+unknown keys but takes any type of value; ``check_job`` refuses those too, and what no run could survive.
+"""
+
+# No `from __future__ import annotations`: torchtitan merges dataclasses by the types themselves.
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+
+class JobError(ValueError):
+    """A job that cannot run as written; its message is one line that names the setting."""
+
+
+@dataclass
+class KDA:
+    """Which form of the core runs in which phase; see titan_kda.attention.Backends."""
+
+    train_backend: str = "chunk"
+    """Forwards with gradients on: "chunk" ("recurrent" does not differentiate and is refused)."""
+
+    eval_backend: str = "recurrent"
+    """Validation: "recurrent", "chunk" or "auto"."""
+
+    prefill_backend: str = "auto"
+    """Reading a prompt: "auto" is recurrent up to recurrent_max_tokens a sequence, chunk above."""
+
+    recurrent_max_tokens: int = 64
+    """Where "auto" changes from recurrent to chunk, tokens."""
+
+    impl: str = "auto"
+    """"triton", "reference" (plain PyTorch), or "auto": Triton on a GPU, the reference elsewhere."""
+
+    reset_at_documents: bool = True
+    """Start state and convolution anew at each document of a packed row."""
+
+
+@dataclass
+class Architecture:
+    """The model's shape, over the flavor's; what is left out is the flavor's. See titan_kda.model.ModelArgs."""
+
+    vocab_size: int | None = None
+    dim: int | None = None
+    n_layers: int | None = None
+    layer_pattern: list[str] | None = None
+    n_heads: int | None = None
+    key_width: int | None = None
+    value_width: int | None = None
+    conv_width: int | None = None
+    ffn_width: int | None = None
+    norm_eps: float | None = None
+    tie_embeddings: bool | None = None
+    gate: str | None = None
+    lower_bound: float | None = None
+    allow_neg_eigval: bool | None = None
+    output_gate: str | None = None
+
+
+@dataclass
+class Data:
+    """The tokenizer, and the datasets that need no network (python_stdlib, text_files)."""
+
+    tokenizer: str = "byte"
+    """"byte" (256 bytes, BOS, EOS, PAD; no files) or "hf" (the tokenizer.json folder at model.hf_assets_path)."""
+
+    piece_bytes: int = 2048
+    """Files are cut at line ends into documents of about this many bytes."""
+
+    shuffle_seed: int = 0
+    """Of the fixed order that the pieces are read in."""
+
+    validation_fraction: float = 0.05
+    """Of the files, held out for the dataset's _validation half."""
+
+
+@dataclass
+class Generation:
+    """Samples from the model in the training loop; needs [validation] enable = true."""
+
+    enable: bool = False
+    freq: int = 500
+    """Every so many steps, and after the first. At these steps the trainer validates, then generates."""
+
+    prompts: list[str] = field(default_factory=lambda: ["def "])
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    """0 takes the likeliest token."""
+
+    top_k: int = 0
+    """Sample among so many likeliest tokens; 0: all."""
+
+    top_p: float = 0.95
+    """Sample among the likeliest tokens that hold this much probability; 1: all."""
+
+    seed: int = 0
+    max_prompt_tokens: int = 1024
+    """A longer prompt is refused when the job starts."""
+
+
+@dataclass
+class JobConfig:
+    """What titan-kda adds to torchtitan's JobConfig."""
+
+    kda: KDA = field(default_factory=KDA)
+    architecture: Architecture = field(default_factory=Architecture)
+    data: Data = field(default_factory=Data)
+    generation: Generation = field(default_factory=Generation)
+
+
+def overrides(job_config: Any) -> dict[str, Any]:
+    """ModelArgs' fields that a job sets, by name."""
+    kda, architecture = job_config.kda, job_config.architecture
+    values = {f.name: getattr(architecture, f.name) for f in fields(Architecture)}
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in ("train_backend", "eval_backend", "prefill_backend", "recurrent_max_tokens", "impl"):
+        values[name] = getattr(kda, name)
+    values["attn_type"] = "varlen" if kda.reset_at_documents else "sdpa"
+    return values
+
+
+def model_args_of(job_config: Any) -> Any:
+    """A fresh, checked ModelArgs: the flavor with the job's overrides."""
+    from dataclasses import replace
+
+    from .model import FLAVORS
+
+    flavor = job_config.model.flavor
+    if flavor not in FLAVORS:
+        raise JobError(f"model.flavor must be one of {', '.join(FLAVORS)}, got {flavor!r}")
+    args = replace(FLAVORS[flavor], **overrides(job_config))
+    try:
+        args.check()
+    except ValueError as error:
+        raise JobError(f"[kda] or [architecture]: {error}") from None
+    return args
+
+
+# ---- types ----
+
+
+def _name(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_name(k) for k in get_args(kind) if k is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(repr(v) for v in get_args(kind))
+    if origin is not None:
+        return f"{origin.__name__} of {', '.join(_name(k) for k in get_args(kind))}"
+    return getattr(kind, "__name__", str(kind))
+
+
+def conforms(value: Any, kind: Any) -> bool:
+    """Whether a TOML value has a field's type; an integer will do for a float, a boolean for neither."""
+    origin = get_origin(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(conforms(value, k) for k in get_args(kind))
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin is list:
+        return isinstance(value, list) and all(conforms(v, get_args(kind)[0]) for v in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(kind, type) or isinstance(value, kind) or is_dataclass(kind)
+
+
+def type_errors(cls: Any, values: dict[str, Any], path: str = "") -> Iterator[str]:
+    """What is wrong with a parsed TOML table: unknown keys, and values of another type than the dataclass's fields."""
+    known = {f.name: f.type for f in fields(cls)}
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else key
+        if key not in known:
+            near = f"[{path}] has {', '.join(known)}" if path else f"the sections are {', '.join(known)}"
+            yield f"unknown key {where}; {near}"
+        elif is_dataclass(known[key]):
+            if isinstance(value, dict):
+                yield from type_errors(known[key], value, where)
+            else:
+                yield f"{where} must be a table, got {value!r}"
+        elif not conforms(value, known[key]):
+            yield f"{where} must be {_name(known[key])}, got {value!r}"
+
+
+def _as_table(config: Any) -> dict[str, Any]:
+    return {
+        f.name: _as_table(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for f in fields(config)
+        for value in [getattr(config, f.name)]
+    }
+
+
+# ---- the whole job ----
+
+
+def check_job(job_config: Any) -> None:
+    """Refuses a job that could not run to its end, before anything is built or written.
+
+    Raises:
+        JobError: one line that names the setting, what it got and what it needs.
+    """
+    for section in fields(JobConfig):
+        if not hasattr(job_config, section.name):
+            raise JobError('[job] needs custom_config_module = "titan_kda.job_config"')
+    for error in type_errors(type(job_config), _as_table(job_config)):
+        raise JobError(error)
+
+    parallelism = job_config.parallelism
+    if parallelism.context_parallel_degree > 1:
+        raise JobError("parallelism.context_parallel_degree must be 1: KDA layers do not have context parallelism yet")
+    if parallelism.pipeline_parallel_degree > 1:
+        raise JobError("parallelism.pipeline_parallel_degree must be 1: these models do not have pipeline stages yet")
+    args = model_args_of(job_config)
+    tp = parallelism.tensor_parallel_degree
+    if args.n_heads % tp:
+        raise JobError(
+            f"parallelism.tensor_parallel_degree must divide the number of heads: got {tp} with {args.n_heads} heads"
+        )
+    if job_config.training.seq_len % tp or job_config.validation.seq_len % tp:
+        raise JobError(f"training.seq_len and validation.seq_len must be multiples of tensor_parallel_degree = {tp}")
+
+    data = job_config.data
+    if data.tokenizer not in ("byte", "hf"):
+        raise JobError(f"data.tokenizer must be 'byte' or 'hf', got {data.tokenizer!r}")
+    if data.piece_bytes < 1:
+        raise JobError(f"data.piece_bytes must be at least 1, got {data.piece_bytes}")
+    if not 0 < data.validation_fraction < 1:
+        raise JobError(f"data.validation_fraction must be between 0 and 1, got {data.validation_fraction}")
+
+    generation = job_config.generation
+    if generation.enable:
+        if not job_config.validation.enable:
+            raise JobError("generation.enable needs validation.enable = true: samples are drawn after a validation")
+        if generation.freq < 1:
+            raise JobError(f"generation.freq must be at least 1, got {generation.freq}")
+        if not generation.prompts:
+            raise JobError("generation.prompts must hold at least one prompt")
+        check_sampling(generation, "generation.")
+
+
+def check_sampling(settings: Any, prefix: str = "") -> None:
+    """Checks max_new_tokens, temperature, top_k and top_p, wherever they come from."""
+    if settings.max_new_tokens < 1:
+        raise JobError(f"{prefix}max_new_tokens must be at least 1, got {settings.max_new_tokens}")
+    if not 0 <= settings.temperature < float("inf"):
+        raise JobError(f"{prefix}temperature must be at least 0 and finite, got {settings.temperature}")
+    if settings.top_k < 0:
+        raise JobError(f"{prefix}top_k must be at least 0, got {settings.top_k}")
+    if not 0 < settings.top_p <= 1:
+        raise JobError(f"{prefix}top_p must be above 0 and at most 1, got {settings.top_p}")

@@ -1,0 +1,212 @@
+"""How the decoder is spread over devices, in torchtitan's order: TP, activation checkpointing, compile, FSDP or DDP.
+
+Tensor parallelism splits a KDA layer by heads: projections into heads are split by column with their convolutions, A_log
+and dt_bias; the low-rank projections before them are replicated; the output projection is split by row. Between layers
+the stream is split along the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import NoParallel, ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+from torchtitan.tools.logging import logger
+from torchtitan.tools import utils
+
+from .attention import KimiDeltaAttention
+from .model import Block, Decoder, TiedHead
+
+# What selective activation checkpointing keeps: products of matrices, the core, and what a collective brought.
+_SAVED_OPERATORS = {
+    torch.ops.aten.mm.default,
+    torch.ops.titan_kda.chunk_kda.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.aten.max.default,
+}
+
+
+class ShardHeads(ParallelStyle):
+    """Splits a module's parameters along their first axis, heads or their channels; the module computes on its shard."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shard = nn.Parameter(distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None))
+            module.register_parameter(name, shard)
+        return module
+
+
+def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) -> nn.Module:
+    """torchtitan's ``parallelize_fn``; the model is on the meta device."""
+    decoder = cast(Decoder, model)
+    for line in decoder.model_args.backends().describe(utils.device_type):
+        logger.info(line)
+
+    if parallel_dims.tp_enabled:
+        mesh = parallel_dims.get_mesh("tp")
+        apply_tp(decoder, mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
+        maybe_enable_async_tp(job_config, mesh)
+
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            decoder,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=_SAVED_OPERATORS,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compiled:
+        for name, layer in decoder.layers.named_children():
+            block = torch.compile(layer, backend=job_config.compile.backend, fullgraph=True)
+            decoder.layers.register_module(name, cast(nn.Module, block))
+        logger.info("Compiling each layer with torch.compile")
+
+    if parallel_dims.fsdp_enabled:
+        apply_fsdp(decoder, parallel_dims, job_config)
+    elif parallel_dims.dp_replicate_enabled:
+        mesh = parallel_dims.get_mesh("dp_replicate")
+        if parallel_dims.world_size != mesh.size():
+            raise RuntimeError("DDP (data_parallel_replicate_degree) does not combine with TP; use FSDP with TP")
+        if compiled:
+            torch._dynamo.config.optimize_ddp = "ddp_optimizer"
+        replicate(decoder, device_mesh=mesh, bucket_cap_mb=100)
+        logger.info("Applied DDP to the model")
+    return decoder
+
+
+def apply_tp(decoder: Decoder, mesh: DeviceMesh, loss_parallel: bool) -> None:
+    """Tensor parallelism by heads, with sequence parallelism between layers."""
+    head_layout: dict[str, Any] = {
+        "output_layouts": Shard(-1) if loss_parallel else Replicate(),
+        "use_local_output": not loss_parallel,
+    }
+    if isinstance(decoder.output, TiedHead):
+        # The embedding's weight is split along the vocabulary, so the product with it is the split head's.
+        output: ParallelStyle = PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            use_local_input=False,
+            output_layouts=Shard(-1),
+            desired_output_layouts=head_layout["output_layouts"],
+            use_local_output=head_layout["use_local_output"],
+        )
+    else:
+        output = ColwiseParallel(input_layouts=Shard(1), **head_layout)
+    parallelize_module(
+        decoder,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": output,
+        },
+    )
+    for layer in decoder.layers.values():
+        block = cast(Block, layer)
+        plan: dict[str, ParallelStyle] = {
+            "mixer_norm": SequenceParallel(),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "feed_forward.w3": ColwiseParallel(),
+        }
+        if isinstance(block.mixer, KimiDeltaAttention):
+            plan |= {f"mixer{name}": style for name, style in kda_plan(block.mixer).items()}
+        else:
+            raise NotImplementedError(f"tensor parallelism has no plan for {type(block.mixer).__name__}")
+        parallelize_module(block, mesh, plan)
+    decoder.sequence_width = mesh.size()
+    logger.info("Applied tensor parallelism to the model, KDA layers by heads")
+
+
+def kda_plan(layer: KimiDeltaAttention) -> dict[str, ParallelStyle]:
+    """The plan of one KDA layer, by submodule; "" is the layer itself."""
+    into_heads: dict[str, ParallelStyle] = {
+        f".{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "b_proj")
+    }
+    low_rank: dict[str, ParallelStyle] = {
+        ".f_a_proj": NoParallel(use_local_output=False),
+        ".f_b_proj": ColwiseParallel(),
+    }
+    if hasattr(layer, "g_a_proj"):
+        low_rank |= {".g_a_proj": NoParallel(use_local_output=False), ".g_b_proj": ColwiseParallel()}
+    else:
+        low_rank[".g_proj"] = ColwiseParallel()
+    return {
+        "": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None, None),
+            desired_input_layouts=(Replicate(), None, None, None),
+        ),
+        **into_heads,
+        **low_rank,
+        ".q_conv": ShardHeads(),
+        ".k_conv": ShardHeads(),
+        ".v_conv": ShardHeads(),
+        ".forget_gate": ShardHeads(),
+        ".o_norm": SequenceParallel(sequence_dim=2, use_local_output=True),  # [B, T, H, V] is split along H
+        ".o_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def apply_fsdp(decoder: Decoder, parallel_dims: ParallelDims, job_config: Any) -> None:
+    """FSDP2, or HSDP with a replicate degree: one unit a layer, and an FP32 unit for each forget gate."""
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    mesh = parallel_dims.get_mesh(names)
+    training = job_config.training
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param], reduce_dtype=reduce_dtype
+    )
+    shared: dict[str, Any] = {"mesh": mesh}
+    if training.enable_cpu_offload:
+        shared["offload_policy"] = CPUOffloadPolicy()
+    match job_config.parallelism.fsdp_reshard_after_forward:
+        case "always" | "default":
+            reshard = True
+        case "never":
+            reshard = False
+        case other:
+            raise ValueError(f"parallelism.fsdp_reshard_after_forward must be default, always or never, got {other!r}")
+    always = job_config.parallelism.fsdp_reshard_after_forward == "always"
+
+    tied = isinstance(decoder.output, TiedHead)
+    if not tied:  # a tied embedding stays in the root's unit, which is gathered from the first use to the last
+        fully_shard(decoder.tok_embeddings, mp_policy=policy, reshard_after_forward=reshard, **shared)
+    for layer in decoder.layers.values():
+        mixer = cast(Block, layer).mixer
+        if isinstance(mixer, KimiDeltaAttention):
+            # Gathered by the model before the layer's own unit, and kept: 4 (1 + K) bytes a head.
+            fp32 = MixedPrecisionPolicy(
+                param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+            fully_shard(mixer.forget_gate, mp_policy=fp32, reshard_after_forward=False, **shared)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard, **shared)
+    if not tied:
+        fully_shard([decoder.norm, decoder.output], mp_policy=policy, reshard_after_forward=always, **shared)
+    fully_shard(decoder, mp_policy=policy, **shared)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            # torchtitan divides the loss by the global number of tokens itself.
+            module.set_gradient_divide_factor(1.0)
+            if utils.device_type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
+    logger.info("Applied %s to the model", "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP")

@@ -1,0 +1,93 @@
+"""Registers titan-kda's models with torchtitan: ``[experimental] custom_import = "titan_kda.register"``.
+
+Importing this module is all it takes. The model is called "titan_kda"; its flavors are in titan_kda.model.FLAVORS.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .cpu import use_cpu_if_no_accelerator
+
+use_cpu_if_no_accelerator()  # before the modules below copy torchtitan's device
+
+from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
+from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.protocols import train_spec  # noqa: E402
+
+from . import data  # noqa: E402
+from .attention import ForgetGate  # noqa: E402
+from .job_config import JobError, check_job, model_args_of  # noqa: E402
+from .model import FLAVORS, Decoder  # noqa: E402
+from .parallelize import parallelize  # noqa: E402
+from .validate import build_validator, encode_prompts  # noqa: E402
+
+MODEL_NAME = "titan_kda"
+
+
+def build_tokenizer(job_config: Any) -> BaseTokenizer:
+    """The job's tokenizer. torchtitan builds it first of all, so a job that cannot run is refused here."""
+    return check_job_and_data(job_config)
+
+
+def check_job_and_data(job_config: Any) -> BaseTokenizer:
+    """Refuses a job that could not run, its data and prompts included; returns its tokenizer. Reads no data.
+
+    Raises:
+        JobError: one line that names the setting.
+    """
+    check_job(job_config)
+    try:
+        data.check_data(job_config)
+        tokenizer = data.build_tokenizer(job_config)
+        data.check_vocab(tokenizer, model_args_of(job_config).vocab_size)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise JobError(str(error)) from None
+    if job_config.generation.enable:
+        encode_prompts(tokenizer, job_config.generation)
+    return tokenizer
+
+
+def build_kda_optimizers(
+    model_parts: list[Any], optimizer_config: Any, parallel_dims: Any, **kwargs: Any
+) -> OptimizersContainer:
+    """torchtitan's optimizers, with no weight decay on A_log and dt_bias: decay would pull every gate to one value."""
+    container = build_optimizers(model_parts, optimizer_config, parallel_dims, **kwargs)
+    undecayed = {
+        parameter
+        for part in model_parts
+        for module in part.modules()
+        if isinstance(module, ForgetGate)
+        for parameter in module.parameters(recurse=False)
+    }
+    for optimizer in container.optimizers:
+        groups = optimizer.param_groups
+        moved = [p for group in groups for p in group["params"] if p in undecayed]
+        if len(groups) == 1 and len(moved) == len(groups[0]["params"]):
+            groups[0]["weight_decay"] = 0.0  # an optimizer a parameter (early_step_in_backward)
+        elif moved:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if p not in undecayed]
+            optimizer.add_param_group({"params": moved, "weight_decay": 0.0})
+    return container
+
+
+def get_train_spec() -> train_spec.TrainSpec:
+    return train_spec.TrainSpec(
+        model_cls=Decoder,
+        model_args=FLAVORS,
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=build_kda_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=data.build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=build_validator,
+    )
+
+
+if MODEL_NAME not in train_spec._extra_train_specs:  # a second registration of a name raises
+    train_spec.register_train_spec(MODEL_NAME, get_train_spec())

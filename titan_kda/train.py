@@ -1,0 +1,230 @@
+"""``python -m titan_kda.train --job.config_file JOB``: torchtitan's own trainer, also where there is no GPU.
+
+One process needs no torchrun; several are started with ``torchrun --nproc_per_node=N -m titan_kda.train ...``. JOB is a
+TOML file, or the name of one that ships with the package. Any setting can be given on the command line, as
+``--training.steps 100``; ``--help`` lists them all.
+
+Beside torchtitan's main it resolves shipped jobs by name, refuses a mistaken job in one line before anything is
+written, clears away a checkpoint that a killed run left half written, and on SIGINT or SIGTERM saves a checkpoint after
+the step in progress and stops. A second signal stops at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .job_config import JobConfig, JobError, type_errors
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+_CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
+
+
+def find_config(args: list[str]) -> tuple[list[str], Path | None]:
+    """Resolves a shipped job's name in ``--job.config_file``; returns the arguments with its path, and the path.
+
+    Raises:
+        JobError: neither a file nor a shipped job.
+    """
+    from .train_configs import find_job
+
+    args = list(args)
+    for i, arg in enumerate(args):
+        flag, equals, value = arg.partition("=")
+        if flag not in _CONFIG_FLAGS:
+            continue
+        if not equals:
+            if i + 1 == len(args):
+                raise JobError(f"{flag} needs a TOML file or the name of a shipped job")
+            value = args[i + 1]
+        path = find_job(value)
+        args[i : i + (1 if equals else 2)] = [f"{flag}={path}"]
+        return args, path
+    return args, None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A job file's values.
+
+    Raises:
+        JobError: a file that cannot be read or is not TOML; one line that says where.
+    """
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: not TOML: {error}") from None
+
+
+def check_toml(path: Path) -> None:
+    """Refuses unknown keys and values of the wrong type in a job file.
+
+    Raises:
+        JobError: the first mistake.
+    """
+    from torchtitan.config import ConfigManager
+    from torchtitan.config import JobConfig as CoreConfig
+
+    values = read_toml(path)
+    module = values.get("job", {})
+    module = module.get("custom_config_module") if isinstance(module, dict) else None
+    if module != "titan_kda.job_config":
+        raise JobError(f'{path}: [job] needs custom_config_module = "titan_kda.job_config", got {module!r}')
+    for error in type_errors(ConfigManager._merge_configs(CoreConfig, JobConfig), values):
+        raise JobError(f"{path}: {error}")
+
+
+def load_job(args: list[str]) -> Any:
+    """The whole checked configuration: a job file (or a shipped job's name) and command-line settings over it.
+
+    Raises:
+        JobError: a mistake in the file or in a setting.
+    """
+    from torchtitan.config import ConfigManager
+
+    args, path = find_config(args)
+    if path is not None:
+        check_toml(path)
+    elif not any(a in ("-h", "--help") for a in args):
+        raise JobError("--job.config_file is missing: give a TOML file or the name of a shipped job")
+    elif not any(a.startswith("--job.custom_config_module") for a in args):
+        args = [*args, "--job.custom_config_module=titan_kda.job_config"]  # so that --help lists our sections
+    config = ConfigManager().parse_args(args)
+    if config.experimental.custom_import != "titan_kda.register":
+        raise JobError(f'{path}: [experimental] needs custom_import = "titan_kda.register"')
+    from .register import check_job_and_data
+
+    check_job_and_data(config)
+    return config
+
+
+def single_process_environment() -> None:
+    """What torchrun would set, for one process."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+class StopSignal:
+    """Remembers SIGINT or SIGTERM; a second one is not held back."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        os.write(2, b"\ntitan_kda: stopping after this step; once more to stop at once\n")
+        self.restore()
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def trainer_class(stop: StopSignal) -> type:
+    """torchtitan's Trainer, which looks at ``stop`` after each step."""
+    import torch
+    import torch.distributed as dist
+    from torchtitan.tools.logging import logger
+    from torchtitan.train import Trainer
+
+    from .checkpoint import remove_half_written, validate_checkpoint_settings
+
+    class KDATrainer(Trainer):
+        def train(self) -> None:
+            job_config = self.job_config
+            self._hosts = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+            for warning in validate_checkpoint_settings(job_config):
+                logger.warning(warning)
+            if job_config.checkpoint.enable:
+                if dist.get_rank() == 0:
+                    remove_half_written(os.path.join(job_config.job.dump_folder, job_config.checkpoint.folder))
+                if self._hosts is not None:
+                    dist.barrier(self._hosts)
+            super().train()
+
+        def should_continue_training(self) -> bool:
+            if not super().should_continue_training():
+                return False
+            if not self._stop_received():
+                return True
+            checkpoint = self.job_config.checkpoint
+            if not checkpoint.enable or checkpoint.load_only:
+                logger.warning(f"Stopped at step {self.step}; [checkpoint] saves nothing, so this run cannot go on")
+                return False
+            if self.step > 0 and self.step % checkpoint.interval:
+                self.checkpointer.interval = self.step  # so that this step is one to save
+                self.checkpointer.save(self.step)
+            self.checkpointer._async_wait()
+            logger.info(f"Stopped at step {self.step} with a checkpoint; the same command goes on from there")
+            return False
+
+        def _stop_received(self) -> bool:
+            """Whether any rank was told to stop: a host-side sum, so that all ranks stop at one step."""
+            received = torch.tensor(int(stop.received is not None))
+            if self._hosts is not None:
+                dist.all_reduce(received, group=self._hosts)
+            return bool(received)
+
+    return KDATrainer
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in args:
+        print(f"titan-kda {__version__}")
+        return 0
+    try:
+        load_job(args)
+    except JobError as error:
+        print(f"titan_kda.train: error: {error}", file=sys.stderr)
+        return 2
+    args, _ = find_config(args)
+    single_process_environment()
+
+    import torch.distributed as dist
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import main as torchtitan_main
+
+    # torchtitan's main reads the arguments that its module saw at import.
+    ConfigManager.parse_args.__defaults__ = (args,)
+    stop = StopSignal()
+    try:
+        torchtitan_main(trainer_class(stop))
+    except JobError as error:
+        print(f"titan_kda.train: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        stop.restore()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
