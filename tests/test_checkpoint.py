@@ -28,15 +28,16 @@ from titan_kda.checkpoint import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointSettingError,
     InvalidCheckpointError,
     UnfinishedCheckpointError,
-    check_checkpoint_settings,
     latest_step,
     prepare_folder,
     read_weights,
     remove_half_written,
     resolve_checkpoint,
     set_aside_newer,
+    validate_checkpoint_settings,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -504,28 +505,44 @@ def test_prepare_folder_refuses_weights_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings,fatal,text",
+    "settings,text",
     [
-        ({"interval": 0}, True, "interval must be at least 1"),
-        ({"keep_latest_k": 1}, True, "keep_latest_k"),
-        ({"initial_load_path": "/no/such"}, True, "initial_load_path is no folder"),
-        ({"last_save_in_hf": True, "last_save_model_only": True}, True, "state_dict_adapter"),
-        ({"last_save_in_hf": True}, True, "needs checkpoint.last_save_model_only"),
-        ({"last_save_model_only": True}, False, "saved without the optimizer"),
-        ({"interval": 2000}, False, "only the last step"),
-        ({"load_step": 5}, False, "goes back to that step each time"),
+        ({"interval": 0}, "interval must be at least 1"),
+        ({"keep_latest_k": 1}, "keep_latest_k"),
+        ({"initial_load_path": "/no/such"}, "initial_load_path is no folder"),
+        ({"last_save_in_hf": True, "last_save_model_only": True}, "state_dict_adapter"),
     ],
 )
-def test_settings_that_lose_work(tmp_path, settings, fatal, text):
-    findings = check_checkpoint_settings(job(tmp_path, **settings))
-    found = [finding for finding in findings if text in finding.text]
-    assert [finding.fatal for finding in found] == [fatal]
-    assert not any("\n" in finding.text for finding in findings)
+def test_settings_with_which_a_job_fails(tmp_path, settings, text):
+    with pytest.raises(CheckpointSettingError, match=text) as error:
+        validate_checkpoint_settings(job(tmp_path, **settings))
+    assert one_line(error)
 
 
-def test_sound_settings_have_no_findings(tmp_path):
-    assert check_checkpoint_settings(job(tmp_path)) == []
-    assert check_checkpoint_settings(job(tmp_path, enable=False, interval=0)) == []
+def test_a_hugging_face_save_of_more_than_the_model_is_refused(tmp_path):
+    with pytest.raises(CheckpointSettingError, match=r"last_save_in_hf needs checkpoint\.last_save_model_only"):
+        validate_checkpoint_settings(job(tmp_path, last_save_in_hf=True), has_adapter=True)
+    settings = {"last_save_in_hf": True, "last_save_model_only": True}
+    assert len(validate_checkpoint_settings(job(tmp_path, **settings), has_adapter=True)) == 1
+
+
+@pytest.mark.parametrize(
+    "settings,text",
+    [
+        ({"last_save_model_only": True}, "saved without the optimizer"),
+        ({"interval": 2000}, "only the last step"),
+        ({"load_step": 5}, "goes back to that step each time"),
+    ],
+)
+def test_settings_that_lose_work(tmp_path, settings, text):
+    (warning,) = validate_checkpoint_settings(job(tmp_path, **settings))
+    assert text in warning and "\n" not in warning
+
+
+def test_sound_settings_have_no_warnings(tmp_path):
+    assert validate_checkpoint_settings(job(tmp_path)) == []
+    assert validate_checkpoint_settings(job(tmp_path, enable=False, interval=0)) == []
+    assert validate_checkpoint_settings(job(tmp_path, load_only=True, last_save_model_only=True)) == []
     defaults = JobConfig()
     defaults.checkpoint.enable = True
-    assert len(check_checkpoint_settings(defaults)) == 1  # last_save_model_only
+    assert len(validate_checkpoint_settings(defaults)) == 1  # last_save_model_only
