@@ -248,9 +248,20 @@ def reference_vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads:
         inputs: the tensors to differentiate with respect to, in the type to compute in.
         grads: the gradient of the output, or a tuple of them.
     """
-    with without_autocast(inputs[0]):
-        _, pullback = torch.func.vjp(function, *inputs)
-        return pullback(grads)
+    # The guard takes autograd's keys out of those that the dispatcher skips below a registered operator; torch.func.vjp
+    # records there too, but not under the modes of torch.library.opcheck.
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for key in (
+        torch._C.DispatchKey.AutogradCPU,
+        torch._C.DispatchKey.AutogradCUDA,
+        torch._C.DispatchKey.AutogradOther,
+    ):
+        keys = keys | torch._C.DispatchKeySet(key)
+    skipped = torch._C._dispatch_tls_local_exclude_set() - keys
+    recording = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), skipped)
+    with without_autocast(inputs[0]), recording, torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(function(*leaves), leaves, grads, allow_unused=True, materialize_grads=True)
 
 
 def second_order_raises(op: str) -> Callable[..., Any]:

@@ -121,6 +121,7 @@ def naive_recurrent_kda_step(
         state[slots],
         output_final_state=True,
     )
+    assert final_state is not None
     state[slots] = final_state
     return _scatter_rows(output.squeeze(1), rows, v.shape[0])
 
@@ -501,7 +502,7 @@ def naive_chunk_output(
         x = x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] != heads else x
         return _to_chunks(x, lengths, chunk_size).transpose(1, 2)
 
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     rows = chunks(q)
     G = chunks(g.unsqueeze(-1)) if g is not None else chunks(gk) if gk is not None else None
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril()
