@@ -10,24 +10,40 @@ Gates are log2 decays. B batch, T tokens, H heads, K key width, V value width, N
 their gradients are zeros.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets
+from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets, without_autocast
 
 LN_2 = math.log(2.0)
 MAX_A_LOG = 88.72
 """exp of it is just inside FP32's range."""
 
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def _without_autocast(function: _Function) -> _Function:
+    """The function (or the backward) computes in its tensors' own type, inside an autocast region too."""
+
+    @functools.wraps(function)
+    def call(first, *args, **kwargs):
+        with without_autocast(first if isinstance(first, Tensor) else args[0]):
+            return function(first, *args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType]
+
 
 # ---- the recurrence ----
 
 
+@_without_autocast
 def naive_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -73,6 +89,7 @@ def naive_recurrent_kda(
     return steps.join(outputs, v), steps.last_states(state, finished) if output_final_state else None
 
 
+@_without_autocast
 def naive_recurrent_kda_step(
     q: Tensor,
     k: Tensor,
@@ -128,7 +145,7 @@ def naive_recurrent_kda_step(
 
 def _read(state: Tensor, key: Tensor) -> Tensor:
     """S^T k: [N, H, K, V], [N, H, K] -> [N, H, V]."""
-    return (key.unsqueeze(-2) @ state).squeeze(-2)
+    return _matmul(key.unsqueeze(-2), state).squeeze(-2)
 
 
 def _retire(state: Tensor, running: int, finished: list[Tensor]) -> Tensor:
@@ -141,6 +158,7 @@ def _retire(state: Tensor, running: int, finished: list[Tensor]) -> Tensor:
 # ---- the chunk form ----
 
 
+@_without_autocast
 def naive_chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -191,7 +209,7 @@ def naive_chunk_kda(
     products: Tensor = _DecayedProducts.apply(torch.stack([q, beta * k], -2), k, G)  # pyright: ignore
     a_qk, L = products.unbind(-2)  # [chunks, H, C, C], both without their diagonals
     decay = G.exp2()
-    u_w = torch.linalg.solve_triangular(L, beta * torch.cat([v, k * decay], -1), upper=False, unitriangular=True)
+    u_w: Tensor = _UnitLowerSolve.apply(L, beta * torch.cat([v, k * decay], -1))  # pyright: ignore
     u, w = u_w.split([v.shape[-1], k.shape[-1]], -1)
     read = torch.cat([w, q * decay], -2)  # [chunks, H, 2 C, K]: one product with the state serves both
     k_decayed = k * torch.where(row < last, G_last - G, 0).exp2()
@@ -203,13 +221,13 @@ def naive_chunk_kda(
     finished: list[Tensor] = []
     for read_c, u_c, k_c, decay_c in zip(*(x.split(steps.running) for x in (read, u, k_decayed, state_decay))):
         state = _retire(state, u_c.shape[0], finished)
-        w_S, q_S = (read_c @ state).split(chunk_size, -2)
+        w_S, q_S = _matmul(read_c, state).split(chunk_size, -2)
         v_new = u_c - w_S  # [running, H, C, V]
-        state = decay_c * state + k_c.mT @ v_new
+        state = decay_c * state + _matmul(k_c.mT, v_new)
         values.append(v_new)
         outputs.append(q_S)
     v_new = torch.cat([u[:0], *values])  # [chunks, H, C, V]
-    output = torch.cat([u[:0], *outputs]) + a_qk @ v_new + (q * k).sum(-1, keepdim=True) * v_new
+    output = torch.cat([u[:0], *outputs]) + _matmul(a_qk, v_new) + (q * k).sum(-1, keepdim=True) * v_new
     return steps.unchunk(output), steps.last_states(state, finished) if output_final_state else None
 
 
@@ -242,6 +260,7 @@ class _DecayedProducts(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @_without_autocast
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, k, G = ctx.saved_tensors
         d_rows, dk = torch.zeros_like(rows), torch.zeros_like(k)
@@ -275,6 +294,50 @@ def _pairs(products: Tensor, half: int) -> Tensor:
     """A view of the pairs (later half, earlier half) of each block: [..., C, R, C] -> [..., C / 2n, n, R, n]."""
     blocks = products.unflatten(-1, (-1, 2, half)).select(-2, 0).unflatten(-4, (-1, 2, half)).select(-5, 1)
     return blocks.diagonal(0, -5, -2).movedim(-1, -4)  # from [..., C / 2n, n, R, C / 2n, n]
+
+
+class _UnitLowerSolve(torch.autograd.Function):
+    """(I + L)^-1 x by forward substitution, which does not cancel where keys are alike: [..., C, C], [..., C, X].
+
+    What L holds on and above its diagonal is not read, and what its gradient holds there means nothing.
+    """
+
+    @staticmethod
+    def forward(L: Tensor, x: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(L, x, upper=False, unitriangular=True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    @_without_autocast
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        L, y = ctx.saved_tensors
+        dx = torch.linalg.solve_triangular(L.mT, grad, upper=True, unitriangular=True)
+        return -(dx @ y.mT), dx
+
+
+class _MatMul(torch.autograd.Function):
+    """a @ b for equal batch axes; autograd's own would be cast down by a backward() under autocast."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @_without_autocast
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        return grad @ b.mT if ctx.needs_input_grad[0] else None, a.mT @ grad if ctx.needs_input_grad[1] else None
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    return _MatMul.apply(a, b)  # pyright: ignore[reportReturnType]
 
 
 class _Reorder(torch.autograd.Function):
@@ -463,6 +526,7 @@ def _activate(op: str, y: Tensor, activation: str | None) -> Tensor:
 # ---- the output stage ----
 
 
+@_without_autocast
 def naive_chunk_output(
     q: Tensor,
     v_new: Tensor,
@@ -510,7 +574,7 @@ def naive_chunk_output(
         weights = chunks(a_qk)
     else:
         assert k is not None and gk is None, "without a_qk, k is needed and gk cannot be"
-        weights = rows @ chunks(k).mT
+        weights = _matmul(rows, chunks(k).mT)
         if G is not None:  # the exponent is masked: above the diagonal it may be large and positive
             weights = weights * torch.where(causal, G - G.mT, 0).exp2()
     weights = torch.where(causal, weights, 0)
@@ -521,7 +585,7 @@ def naive_chunk_output(
         if h.shape[0] < needed:
             raise ValueError(f"naive_chunk_output: h must hold {needed} chunks for these sequences, got {h.shape[0]}")
         h = h[:needed]
-    output = (rows if G is None else rows * G.exp2()) @ h + weights @ chunks(v_new)
+    output = _matmul(rows if G is None else rows * G.exp2(), h) + _matmul(weights, chunks(v_new))
     if l2norm_q:
         output = output * (rows.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
     return _from_chunks(scale * output.transpose(1, 2), batch, tokens, lengths)

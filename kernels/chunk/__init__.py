@@ -27,7 +27,6 @@ from .._operator import (
     runs_eagerly,
     second_order_raises,
     wants_grad,
-    without_autocast,
 )
 from ..reference import naive_chunk_kda, naive_l2norm
 
@@ -46,18 +45,17 @@ def _reference(
     fuse_q_l2norm: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """naive_chunk_kda in FP32, the output in q's type; differentiable."""
-    with without_autocast(q):
-        output, final_state = naive_chunk_kda(
-            naive_l2norm(q.float()) if fuse_q_l2norm else q.float(),
-            k.float(),
-            v.float(),
-            cumulative_gate,
-            beta.float(),
-            initial_state,
-            cu_seqlens=cu_seqlens,
-            output_final_state=output_final_state,
-        )
-        return output.to(q.dtype).contiguous(), final_state
+    output, final_state = naive_chunk_kda(
+        naive_l2norm(q.float()) if fuse_q_l2norm else q.float(),
+        k.float(),
+        v.float(),
+        cumulative_gate,
+        beta.float(),
+        initial_state,
+        cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state,
+    )
+    return output.to(q.dtype).contiguous(), final_state
 
 
 def _reference_backward(
