@@ -1,12 +1,31 @@
-"""bounded_gate_cumsum and softplus_gate_cumsum: from a layer's gate logits to the chunk-local cumulative log2 decay."""
+"""bounded_gate_cumsum and softplus_gate_cumsum: from a layer's gate logits to the chunk-local cumulative log2 decay.
+
+Source: Kimi Linear, arXiv 2510.26692. With x = raw_gate + dt_bias and a = exp(A_log), a token's log2 decay is
+
+    bounded:   log2(e) lower_bound sigmoid(a x)          softplus:   -log2(e) a softplus(x)
+
+floored at -256, and summed over the tokens of its chunk so far. A program owns a span of tokens (whole chunks of one
+sequence) and BLOCK of the H K channels; it walks the span row by row with the running sum in registers, each thread
+on channels of its own, ROWS rows loaded ahead of their use. Bytes per element: raw_gate read and FP32 written, 6 with
+bf16 logits. The backward walks its spans from the end: the reverse sum of the gradient and the gate's derivative in one
+pass (FP32 gradient and raw_gate read, raw_gate's gradient written, 8 bytes), and per program two FP32 sums a channel,
+which a second, small kernel adds up in a fixed order.
+"""
+
+# ruff: noqa: RUF005 (Triton has no starred tuples)
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ._device import locate_span, logistic, mask_if, on_device, span_slots
 from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
+    LOG2_E,
     MAX_KEY_WIDTH,
+    MIN_LOG2_DECAY,
     check_cu_seqlens,
     check_device,
     check_dtype,
@@ -25,6 +44,333 @@ from .reference import naive_bounded_gate_cumsum, naive_softplus_gate_cumsum
 
 MAX_CHUNK_SIZE = 128
 
+# ---- Triton kernels ----
+
+_LOG2_E = tl.constexpr(LOG2_E)
+_FLOOR = tl.constexpr(MIN_LOG2_DECAY)
+_MAX_A_LOG = tl.constexpr(88.72)  # the largest whose exp is finite in FP32, nearly
+_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+_GRAD_LIMIT = tl.constexpr(2.0**100)  # a token's gradient is held below it: sums of such stay finite, inf - inf is NaN
+
+
+@triton.jit
+def gate_slope(A_log):
+    """log2(e) exp(A_log), held to the finite range, so that 0 times it is 0."""
+    return tl.minimum(tl.exp2(A_log * _LOG2_E) * _LOG2_E, _FLOAT_MAX)
+
+
+@triton.jit
+def _softplus(x, e):
+    """log(1 + exp(x)) given e = exp(-|x|); log1p(e) / e as a polynomial on [0, 1], relative error 3e-7."""
+    p = e * -0.008574675768613815 + 0.044214192777872086
+    p = p * e - 0.10785368084907532
+    p = p * e + 0.17757023870944977
+    p = p * e - 0.2449961155653
+    p = p * e + 0.3327617645263672
+    p = p * e - 0.49997448921203613
+    p = p * e + 0.9999998211860657
+    return tl.maximum(x, 0.0) + e * p
+
+
+@triton.jit
+def gate_log2_decay(x, slope, lower_bound, BOUNDED: tl.constexpr):
+    """A token's log2 decay from x = raw_gate + dt_bias and ``gate_slope``, all FP32."""
+    if BOUNDED:
+        decay = (lower_bound * _LOG2_E) * logistic(x * slope)
+    else:
+        decay = -slope * _softplus(x, tl.exp2(tl.abs(x) * -_LOG2_E))
+    return tl.maximum(decay, _FLOOR)
+
+
+@triton.jit
+def _gate_log2_decay_grads(grad, x, slope, lower_bound, BOUNDED: tl.constexpr, FLOORED: tl.constexpr):
+    """From the gradient of a token's log2 decay: those of x and of A_log. Zero where the decay is floored, which the
+    bounded gate's can be only if its lower bound is (``FLOORED``)."""
+    if BOUNDED:
+        # Written with 2^-|z|, which cannot overflow: sigmoid' = e / (1 + e)^2 without cancellation.
+        z = x * slope
+        e = tl.exp2(-tl.abs(z))
+        root = tl.rsqrt(1.0 + e)
+        s = root * root
+        dx = (grad * lower_bound) * (e * s * s) * slope
+        if FLOORED:
+            dx = tl.where((lower_bound * _LOG2_E) * tl.where(z > 0, s, e * s) > _FLOOR, dx, 0.0)
+        dx = tl.minimum(tl.maximum(dx, -_GRAD_LIMIT), _GRAD_LIMIT)
+        return dx, dx * x
+    else:
+        e = tl.exp2(tl.abs(x) * -_LOG2_E)
+        root = tl.rsqrt(1.0 + e)
+        s = root * root
+        decay = -slope * _softplus(x, e)
+        grad = tl.where(decay > _FLOOR, grad, 0.0)
+        decay = tl.maximum(decay, _FLOOR)  # finite
+        return grad * tl.maximum(-slope * tl.where(x > 0, s, e * s), _FLOOR), grad * decay
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def _gate_cumsum_kernel(
+    raw_gate_ptr,  # [B, T, H, K]
+    A_log_ptr,  # [H]
+    dt_bias_ptr,  # [H, K]
+    output_ptr,  # [B, T, H, K]
+    cu_seqlens_ptr,  # [N + 1]
+    raw_stride_b,
+    raw_stride_t,
+    raw_stride_h,
+    raw_stride_k,
+    T,
+    N,
+    H,
+    lower_bound,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(H * K, BLOCK)
+    _, batch, begin, length, position = locate_span(pid // blocks, cu_seqlens_ptr, T, N, SPAN, PACKED)
+    channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_channels = channels < H * K
+    head = (channels // K).to(tl.int64)
+    bias = tl.load(dt_bias_ptr + channels, mask=in_channels, other=0.0)
+    slope = gate_slope(tl.load(A_log_ptr + head, mask=in_channels, other=0.0))
+    raw_ptrs = raw_gate_ptr + batch * raw_stride_b + (begin + position) * raw_stride_t
+    raw_ptrs += head * raw_stride_h + (channels % K).to(tl.int64) * raw_stride_k
+    output_ptrs = output_ptr + (batch * T + begin + position) * (H * K) + channels
+
+    rows = tl.minimum(length - position, SPAN)
+    total = tl.zeros([BLOCK], tl.float32)
+    for base in range(0, rows, ROWS):
+        loaded = ()
+        for r in tl.static_range(ROWS):
+            ptrs = raw_ptrs + r * raw_stride_t
+            loaded = loaded + (tl.load(ptrs, mask=mask_if(in_channels, base + r < rows), other=0.0),)
+        if CHUNK > ROWS:
+            total = tl.where(base % CHUNK == 0, 0.0, total)
+        for r in tl.static_range(ROWS):
+            if r % CHUNK == 0 and CHUNK <= ROWS:
+                total = tl.zeros([BLOCK], tl.float32)
+            total += gate_log2_decay(loaded[r].to(tl.float32) + bias, slope, lower_bound, BOUNDED)
+            tl.store(output_ptrs + r * (H * K), total, mask=mask_if(in_channels, base + r < rows))
+        raw_ptrs += ROWS * raw_stride_t
+        output_ptrs += ROWS * (H * K)
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots", "workers"])
+def _gate_cumsum_backward_kernel(
+    grad_ptr,  # [B, T, H, K]
+    raw_gate_ptr,  # [B, T, H, K]
+    A_log_ptr,  # [H]
+    dt_bias_ptr,  # [H, K]
+    draw_ptr,  # [B, T, H, K]
+    sums_ptr,  # [2, workers, H, K]: of the gradients of dt_bias, and of A_log
+    cu_seqlens_ptr,  # [N + 1]
+    grad_stride_b,
+    grad_stride_t,
+    grad_stride_h,
+    grad_stride_k,
+    raw_stride_b,
+    raw_stride_t,
+    raw_stride_h,
+    raw_stride_k,
+    T,
+    N,
+    H,
+    slots,
+    workers,
+    lower_bound,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    FLOORED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(H * K, BLOCK)
+    worker = pid // blocks
+    channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_channels = channels < H * K
+    head = (channels // K).to(tl.int64)
+    channel_in_head = (channels % K).to(tl.int64)
+    bias = tl.load(dt_bias_ptr + channels, mask=in_channels, other=0.0)
+    slope = gate_slope(tl.load(A_log_ptr + head, mask=in_channels, other=0.0))
+    bias_sum = tl.zeros([BLOCK], tl.float32)
+    A_sum = tl.zeros([BLOCK], tl.float32)
+    for slot in range(worker, slots, workers):
+        _, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED)
+        rows = tl.minimum(length - position, SPAN)
+        last_base = (tl.cdiv(rows, ROWS) - 1) * ROWS
+        first = begin + position + last_base
+        grad_ptrs = grad_ptr + batch * grad_stride_b + first * grad_stride_t
+        grad_ptrs += head * grad_stride_h + channel_in_head * grad_stride_k
+        raw_ptrs = raw_gate_ptr + batch * raw_stride_b + first * raw_stride_t
+        raw_ptrs += head * raw_stride_h + channel_in_head * raw_stride_k
+        draw_ptrs = draw_ptr + (batch * T + first) * (H * K) + channels
+        total = tl.zeros([BLOCK], tl.float32)
+        for done in range(0, rows, ROWS):
+            base = last_base - done
+            grads = ()
+            raws = ()
+            for r in tl.static_range(ROWS):
+                mask = mask_if(in_channels, base + r < rows)
+                grads = grads + (tl.load(grad_ptrs + r * grad_stride_t, mask=mask, other=0.0),)
+                raws = raws + (tl.load(raw_ptrs + r * raw_stride_t, mask=mask, other=0.0),)
+            if CHUNK > ROWS:
+                total = tl.where((base + ROWS) % CHUNK == 0, 0.0, total)
+            for i in tl.static_range(ROWS):
+                if i % CHUNK == 0 and CHUNK <= ROWS:
+                    total = tl.zeros([BLOCK], tl.float32)
+                total += grads[ROWS - 1 - i].to(tl.float32)
+                x = raws[ROWS - 1 - i].to(tl.float32) + bias
+                dx, dA = _gate_log2_decay_grads(total, x, slope, lower_bound, BOUNDED, FLOORED)
+                bias_sum += dx
+                A_sum += dA
+                mask = mask_if(in_channels, base + (ROWS - 1 - i) < rows)
+                tl.store(draw_ptrs + (ROWS - 1 - i) * (H * K), dx.to(draw_ptr.dtype.element_ty), mask=mask)
+            grad_ptrs -= ROWS * grad_stride_t
+            raw_ptrs -= ROWS * raw_stride_t
+            draw_ptrs -= ROWS * (H * K)
+    sums_ptrs = sums_ptr + worker.to(tl.int64) * (H * K) + channels
+    tl.store(sums_ptrs, bias_sum, mask=in_channels)
+    tl.store(sums_ptrs + workers.to(tl.int64) * (H * K), A_sum, mask=in_channels)
+
+
+@triton.jit(do_not_specialize=["workers"])
+def _gate_parameter_grads_kernel(
+    sums_ptr,  # [2, workers, H, K]
+    A_log_ptr,  # [H]
+    dA_log_ptr,  # [H]
+    ddt_bias_ptr,  # [H, K]
+    workers,
+    H,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    head = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    channels = tl.arange(0, BLOCK_K)
+    in_channels = channels < K
+    bias_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    A_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    ptrs = sums_ptr + rows.to(tl.int64)[:, None] * (H * K) + (head * K + channels)[None, :]
+    for base in range(0, workers, ROWS):
+        mask = (base + rows < workers)[:, None] & in_channels[None, :]
+        bias_sum += tl.load(ptrs, mask=mask, other=0.0)
+        A_sum += tl.load(ptrs + workers.to(tl.int64) * (H * K), mask=mask, other=0.0)
+        ptrs += ROWS * (H * K)
+    tl.store(ddt_bias_ptr + head * K + channels, tl.sum(bias_sum, axis=0), mask=in_channels)
+    dA = tl.sum(tl.sum(A_sum, axis=0), axis=0)
+    dA = tl.where(tl.load(A_log_ptr + head) < _MAX_A_LOG, dA, 0.0)  # past it exp(A_log) is held, a constant
+    tl.store(dA_log_ptr + head, dA)
+
+
+# ---- launchers ----
+
+_ROWS = 8
+_WARPS = 4
+_BLOCK = 128 * _WARPS  # four channels a thread: 16-byte accesses of FP32, 8-byte ones of the logits
+_MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
+
+
+def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens):
+    batch, tokens, heads, key_width = raw_gate.shape
+    output = torch.empty(raw_gate.shape, dtype=torch.float32, device=raw_gate.device)
+    packed = cu_seqlens is not None
+    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    span = max(chunk_size, 32)
+    slots = span_slots(tokens, sequences, span, packed)
+    if raw_gate.numel() == 0 or slots == 0:
+        return output
+    block = min(_BLOCK, triton.next_power_of_2(heads * key_width))
+    with on_device(raw_gate):
+        _gate_cumsum_kernel[(slots * triton.cdiv(heads * key_width, block),)](
+            raw_gate,
+            A_log.contiguous(),
+            dt_bias.contiguous(),
+            output,
+            cu_seqlens,
+            *raw_gate.stride(),
+            tokens,
+            sequences,
+            heads,
+            0.0 if lower_bound is None else lower_bound,
+            K=key_width,
+            CHUNK=chunk_size,
+            SPAN=span,
+            ROWS=_ROWS,
+            BLOCK=block,
+            BOUNDED=lower_bound is not None,
+            PACKED=packed,
+            num_warps=_WARPS,
+        )
+    return output
+
+
+def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens):
+    batch, tokens, heads, key_width = raw_gate.shape
+    draw = raw_gate.new_empty(raw_gate.shape)
+    dA_log = A_log.new_empty(A_log.shape)
+    ddt_bias = dt_bias.new_empty(dt_bias.shape)
+    packed = cu_seqlens is not None
+    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    span = max(chunk_size, 64)
+    slots = span_slots(tokens, sequences, span, packed)
+    if raw_gate.numel() == 0 or slots == 0:
+        return draw, dA_log.zero_(), ddt_bias.zero_()
+    A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
+    workers = min(slots, _MAX_WORKERS)
+    sums = torch.empty(2, workers, heads, key_width, dtype=torch.float32, device=raw_gate.device)
+    block = min(_BLOCK, triton.next_power_of_2(heads * key_width))
+    with on_device(raw_gate):
+        _gate_cumsum_backward_kernel[(workers * triton.cdiv(heads * key_width, block),)](
+            grad,
+            raw_gate,
+            A_log,
+            dt_bias,
+            draw,
+            sums,
+            cu_seqlens,
+            *grad.stride(),
+            *raw_gate.stride(),
+            tokens,
+            sequences,
+            heads,
+            slots,
+            workers,
+            0.0 if lower_bound is None else lower_bound,
+            K=key_width,
+            CHUNK=chunk_size,
+            SPAN=span,
+            ROWS=_ROWS,
+            BLOCK=block,
+            BOUNDED=lower_bound is not None,
+            FLOORED=lower_bound is not None and lower_bound * LOG2_E <= MIN_LOG2_DECAY,
+            PACKED=packed,
+            num_warps=_WARPS,
+        )
+        _gate_parameter_grads_kernel[(heads,)](
+            sums,
+            A_log,
+            dA_log,
+            ddt_bias,
+            workers,
+            heads,
+            K=key_width,
+            ROWS=16,
+            BLOCK_K=triton.next_power_of_2(key_width),
+            num_warps=8,
+        )
+    return draw, dA_log, ddt_bias
+
+
 # ---- registration ----
 
 
@@ -38,11 +384,15 @@ def _reference(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens):
 
 
 def _forward(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens, impl):
+    if impl == "triton":
+        return _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens)
     with without_autocast(raw_gate):
         return _reference(raw_gate.float(), A_log, dt_bias, chunk_size, lower_bound, cu_seqlens).contiguous()
 
 
 def _backward(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens, impl):
+    if impl == "triton":
+        return _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens)
     grads = reference_vjp(
         lambda *inputs: _reference(*inputs, chunk_size, lower_bound, cu_seqlens),
         (raw_gate.float(), A_log, dt_bias),
@@ -152,7 +502,7 @@ def bounded_gate_cumsum(
     op = "bounded_gate_cumsum"
     _check(op, raw_gate, A_log, dt_bias, chunk_size, cu_seqlens)
     lower_bound = check_lower_bound(op, "lower_bound", lower_bound)
-    impl = resolve_impl(op, impl, raw_gate, triton_ready=False)
+    impl = resolve_impl(op, impl, raw_gate)
     if impl == "reference" and runs_eagerly():
         with without_autocast(raw_gate):
             return _reference(raw_gate.float(), A_log, dt_bias, chunk_size, lower_bound, cu_seqlens)
@@ -176,7 +526,7 @@ def softplus_gate_cumsum(
     """
     op = "softplus_gate_cumsum"
     _check(op, raw_gate, A_log, dt_bias, chunk_size, cu_seqlens)
-    impl = resolve_impl(op, impl, raw_gate, triton_ready=False)
+    impl = resolve_impl(op, impl, raw_gate)
     if impl == "reference" and runs_eagerly():
         with without_autocast(raw_gate):
             return _reference(raw_gate.float(), A_log, dt_bias, chunk_size, None, cu_seqlens)

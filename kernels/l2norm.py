@@ -1,7 +1,15 @@
-"""l2norm: rows scaled to unit length, x * rsqrt(sum(x^2) + eps) over the last axis."""
+"""l2norm: rows scaled to unit length, y = x rsqrt(sum(x^2) + eps) over the last axis.
 
+Source: Kimi Linear, arXiv 2510.26692, whose layer does this to q and k. A program owns a tile of whole rows, read once
+and written once, 4 bytes an element in bf16. With r = rsqrt(sum(x^2) + eps), the backward is dx = r (dy - x r^2
+sum(dy x)), and recomputes r from the x that it needs anyway: 6 bytes. A row wider than the tile is read twice.
+"""
+
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ._device import on_device
 from ._operator import (
     FLOAT_DTYPES,
     check_dtype,
@@ -14,6 +22,216 @@ from ._operator import (
 )
 from .reference import naive_l2norm
 
+# ---- Triton kernels ----
+
+
+@triton.jit
+def _rows(ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """The program's row numbers; in 64 bits if there are that many, which makes the divisions below slower."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    return pid * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def _row_offsets(rows, size_1, size_2, stride_0, stride_1, stride_2):
+    """Where rows begin, over leading axes [size_0, size_1, size_2]."""
+    offsets = (rows % size_2).to(tl.int64) * stride_2
+    offsets += (rows // size_2 % size_1).to(tl.int64) * stride_1
+    return offsets + (rows // size_2 // size_1).to(tl.int64) * stride_0
+
+
+@triton.jit
+def _l2norm_kernel(
+    x_ptr,
+    y_ptr,  # [rows, D]
+    row_count,
+    size_1,
+    size_2,
+    x_stride_0,
+    x_stride_1,
+    x_stride_2,
+    x_stride_d,
+    eps,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    rows = _rows(ROWS, WIDE)
+    columns = tl.arange(0, BLOCK_D)
+    in_rows = (rows < row_count)[:, None]
+    x_ptrs = x_ptr + _row_offsets(rows, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)[:, None]
+    x_ptrs += columns.to(tl.int64)[None, :] * x_stride_d
+    y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+    if D <= BLOCK_D:
+        mask = in_rows & (columns < D)[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        y = x * tl.rsqrt(tl.sum(x * x, axis=1) + eps)[:, None]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        squares = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            mask = in_rows & (columns + start < D)[None, :]
+            x = tl.load(x_ptrs + start * x_stride_d, mask=mask, other=0.0).to(tl.float32)
+            squares += x * x
+        r = tl.rsqrt(tl.sum(squares, axis=1) + eps)[:, None]
+        for start in range(0, D, BLOCK_D):
+            mask = in_rows & (columns + start < D)[None, :]
+            x = tl.load(x_ptrs + start * x_stride_d, mask=mask, other=0.0).to(tl.float32)
+            tl.store(y_ptrs + start, (x * r).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _l2norm_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    dx_ptr,  # [rows, D]
+    row_count,
+    size_1,
+    size_2,
+    grad_stride_0,
+    grad_stride_1,
+    grad_stride_2,
+    grad_stride_d,
+    x_stride_0,
+    x_stride_1,
+    x_stride_2,
+    x_stride_d,
+    eps,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    rows = _rows(ROWS, WIDE)
+    columns = tl.arange(0, BLOCK_D)
+    in_rows = (rows < row_count)[:, None]
+    wide_columns = columns.to(tl.int64)[None, :]
+    x_ptrs = x_ptr + _row_offsets(rows, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)[:, None]
+    x_ptrs += wide_columns * x_stride_d
+    grad_ptrs = grad_ptr + _row_offsets(rows, size_1, size_2, grad_stride_0, grad_stride_1, grad_stride_2)[:, None]
+    grad_ptrs += wide_columns * grad_stride_d
+    dx_ptrs = dx_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+    if D <= BLOCK_D:
+        mask = in_rows & (columns < D)[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=1) + eps)
+        along = tl.sum(grad * x, axis=1) * r * r
+        dx = (grad - x * along[:, None]) * r[:, None]
+        tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    else:
+        squares = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        products = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            mask = in_rows & (columns + start < D)[None, :]
+            x = tl.load(x_ptrs + start * x_stride_d, mask=mask, other=0.0).to(tl.float32)
+            squares += x * x
+            products += tl.load(grad_ptrs + start * grad_stride_d, mask=mask, other=0.0).to(tl.float32) * x
+        r = tl.rsqrt(tl.sum(squares, axis=1) + eps)
+        along = tl.sum(products, axis=1) * r * r
+        for start in range(0, D, BLOCK_D):
+            mask = in_rows & (columns + start < D)[None, :]
+            x = tl.load(x_ptrs + start * x_stride_d, mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(grad_ptrs + start * grad_stride_d, mask=mask, other=0.0).to(tl.float32)
+            dx = (grad - x * along[:, None]) * r[:, None]
+            tl.store(dx_ptrs + start, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- launchers ----
+
+_TILE = 4096
+_NARROW = 2**31 - 1 - _TILE
+
+
+def _leading_axes(*tensors: Tensor) -> tuple[list[Tensor], list[int], list[list[int]]]:
+    """The tensors' axes but the last, merged where every one of them allows it, as three sizes and three strides each.
+
+    Tensors that need more than three axes are made contiguous, which needs one.
+    """
+    sizes: list[int] = []
+    strides: list[list[int]] = [[] for _ in tensors]
+    for axis in range(tensors[0].dim() - 1):
+        size = tensors[0].shape[axis]
+        if size == 1:
+            continue
+        steps = [t.stride(axis) for t in tensors]
+        if sizes and all(own[-1] == step * size for own, step in zip(strides, steps)):
+            sizes[-1] *= size
+            for own, step in zip(strides, steps):
+                own[-1] = step
+        else:
+            sizes.append(size)
+            for own, step in zip(strides, steps):
+                own.append(step)
+    if len(sizes) > 3:
+        return _leading_axes(*[t.contiguous() for t in tensors])
+    missing = 3 - len(sizes)
+    return list(tensors), [1] * missing + sizes, [[0] * missing + own for own in strides]
+
+
+def _tile(width: int) -> tuple[int, int]:
+    block = min(triton.next_power_of_2(width), _TILE)
+    return _TILE // block, block
+
+
+def _forward_triton(x, eps):
+    y = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return y
+    width = x.shape[-1]
+    (x,), sizes, (strides,) = _leading_axes(x)
+    rows, block = _tile(width)
+    count = x.numel() // width
+    with on_device(x):
+        _l2norm_kernel[(triton.cdiv(count, rows),)](
+            x,
+            y,
+            count,
+            *sizes[1:],
+            *strides,
+            x.stride(-1),
+            eps,
+            D=width,
+            ROWS=rows,
+            BLOCK_D=block,
+            WIDE=count > _NARROW,
+            num_warps=4,
+        )
+    return y
+
+
+def _backward_triton(grad, x, eps):
+    dx = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return dx
+    width = x.shape[-1]
+    (grad, x), sizes, (grad_strides, x_strides) = _leading_axes(grad, x)
+    rows, block = _tile(width)
+    count = x.numel() // width
+    with on_device(x):
+        _l2norm_backward_kernel[(triton.cdiv(count, rows),)](
+            grad,
+            x,
+            dx,
+            count,
+            *sizes[1:],
+            *grad_strides,
+            grad.stride(-1),
+            *x_strides,
+            x.stride(-1),
+            eps,
+            D=width,
+            ROWS=rows,
+            BLOCK_D=block,
+            WIDE=count > _NARROW,
+            num_warps=4,
+        )
+    return dx
+
+
 # ---- registration ----
 
 
@@ -23,10 +241,14 @@ def _reference(x, eps):
 
 
 def _forward(x, eps, impl):
+    if impl == "triton":
+        return _forward_triton(x, eps)
     return _reference(x, eps).contiguous()
 
 
 def _backward(grad, x, eps, impl):
+    if impl == "triton":
+        return _backward_triton(grad, x, eps)
     (dx,) = reference_vjp(lambda x: naive_l2norm(x, eps), (x.float(),), grad.float())
     return dx.to(x.dtype).contiguous()
 
@@ -76,7 +298,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Tensor:
         raise TypeError(f"{op}: eps must be a float, got {type(eps).__name__}")
     if not 0 <= eps < float("inf"):
         raise ValueError(f"{op}: eps must be finite and not negative, got {eps}")
-    impl = resolve_impl(op, impl, x, triton_ready=False)
+    impl = resolve_impl(op, impl, x)
     if impl == "reference" and runs_eagerly():
         return _reference(x, eps)
     return _OP(x, float(eps), impl)

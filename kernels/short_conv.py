@@ -1,15 +1,34 @@
-"""causal_conv1d and causal_conv1d_step: the depthwise causal convolution before q, k and v, and its decode step."""
+"""causal_conv1d and causal_conv1d_step: the depthwise causal convolution before q, k and v, and its decode step.
+
+Source: Kimi Linear, arXiv 2510.26692. Per channel, y[t] = act(sum_w weight[w] x[t - (W - 1) + w]), act being SiLU or
+nothing, with the rows before a sequence's first taken from its initial state or zero. A program owns a span of tokens
+of one sequence and BLOCK channels. It walks the span row by row with the last W - 1 rows in registers, each thread on
+channels of its own, ROWS rows loaded ahead of their use: x is read once (and W - 1 rows more a span) and the output
+written once, 4 bytes an element in bf16.
+
+The backward walks the same way. At row t it recomputes y's preactivation, turns the output's gradient into the
+preactivation's, dy[t], and with the last W of those finishes the row u = t - (W - 1): dx[u] = sum_j weight[W - 1 - j]
+dy[u + j]. So a span reads W - 1 rows past its end too. x, the gradient and dx are 6 bytes an element. A program sums
+the weight's gradient over its spans, and a second, small kernel adds the programs' sums in a fixed order.
+"""
+
+# ruff: noqa: RUF005 (Triton has no starred tuples)
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ._device import locate_span, logistic, mask_if, on_device, span_slots
 from ._operator import (
     FLOAT_DTYPES,
+    LOG2_E,
     check_cu_seqlens,
     check_device,
     check_dtype,
     check_rank,
     check_shape,
+    empty_like_optional,
     grad_or_none,
     reference_vjp,
     register,
@@ -22,6 +41,545 @@ from ._operator import (
 from .reference import naive_causal_conv1d, naive_causal_conv1d_step
 
 ACTIVATIONS = ("silu", None)
+MAX_TAPS = 16
+
+# ---- Triton kernels ----
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr):
+    """The weight as W blocks of channels in FP32; read as one tile, since a channel's taps lie side by side."""
+    columns = tl.arange(0, W_PAD)
+    ptrs = weight_ptr + channels[:, None] * W + columns[None, :]
+    tile = tl.load(ptrs, mask=in_channels[:, None] & (columns < W)[None, :], other=0.0).to(tl.float32)
+    taps = ()
+    for w in tl.static_range(W):
+        taps = taps + (tl.sum(tl.where(columns[None, :] == w, tile, 0.0), axis=1),)
+    return taps
+
+
+@triton.jit
+def _filtered(taps, run, r: tl.constexpr, W: tl.constexpr):
+    """sum_w taps[w] run[r + w]."""
+    y = taps[0] * run[r]
+    for w in tl.static_range(1, W):
+        y += taps[w] * run[r + w]
+    return y
+
+
+@triton.jit
+def _pulled(taps, run, r: tl.constexpr, W: tl.constexpr):
+    """Its transpose, sum_j taps[W - 1 - j] run[r + j]."""
+    dx = taps[W - 1] * run[r]
+    for j in tl.static_range(1, W):
+        dx += taps[W - 1 - j] * run[r + j]
+    return dx
+
+
+@triton.jit
+def _preactivation_grad(grad, y, SILU: tl.constexpr):
+    if SILU:
+        s = logistic(y * _LOG2_E)
+        grad = grad * (s + s * (y - y * s))
+    return grad
+
+
+@triton.jit
+def _row(
+    x_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W: tl.constexpr, HAS_STATE: tl.constexpr
+):
+    """Row p of a sequence, from -(W - 1), where its initial state begins; zero if there is none."""
+    x = tl.load(x_ptrs + p.to(tl.int64) * x_stride_t, mask=mask_if(in_channels, (p >= 0) & (p < length)), other=0.0)
+    if HAS_STATE:
+        mask = mask_if(in_channels, p < 0)
+        x = tl.where(p < 0, tl.load(state_ptrs + (p + (W - 1)) * state_stride_w, mask=mask, other=0.0), x)
+    return x
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def _causal_conv1d_kernel(
+    x_ptr,  # [B, T, C]
+    weight_ptr,  # [C, W]
+    initial_state_ptr,  # [N, W - 1, C]
+    output_ptr,  # [B, T, C]
+    final_state_ptr,  # [N, W - 1, C]
+    cu_seqlens_ptr,  # [N + 1]
+    x_stride_b,
+    x_stride_t,
+    x_stride_c,
+    state_stride_n,
+    state_stride_w,
+    state_stride_c,
+    T,
+    N,
+    C,
+    W: tl.constexpr,
+    W_PAD: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BLOCK)
+    sequence, batch, begin, length, position = locate_span(pid // blocks, cu_seqlens_ptr, T, N, SPAN, PACKED)
+    channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_channels = channels < C
+    wide_channels = channels.to(tl.int64)
+    sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
+    state_ptrs = initial_state_ptr
+    if HAS_INITIAL:
+        state_ptrs += sequence * state_stride_n + wide_channels * state_stride_c
+
+    window = ()
+    for w in tl.static_range(W - 1):
+        p = position - (W - 1) + w
+        row = _row(sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
+        window = window + (row.to(tl.float32),)
+    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+
+    rows = tl.minimum(length - position, SPAN)
+    x_ptrs = sequence_ptrs + position.to(tl.int64) * x_stride_t
+    output_ptrs = output_ptr + (batch * T + begin + position) * C + channels
+    for base in range(0, rows, ROWS):
+        loaded = ()
+        for r in tl.static_range(ROWS):
+            mask = mask_if(in_channels, base + r < rows)
+            loaded = loaded + (tl.load(x_ptrs + r * x_stride_t, mask=mask, other=0.0),)
+        run = window
+        for r in tl.static_range(ROWS):
+            run = run + (loaded[r].to(tl.float32),)
+        for r in tl.static_range(ROWS):
+            y = _filtered(taps, run, r, W)
+            if SILU:
+                y = y * logistic(y * _LOG2_E)
+            tl.store(output_ptrs + r * C, y.to(output_ptr.dtype.element_ty), mask=mask_if(in_channels, base + r < rows))
+        window = ()
+        for w in tl.static_range(W - 1):
+            window = window + (run[ROWS + w],)
+        x_ptrs += ROWS * x_stride_t
+        output_ptrs += ROWS * C
+
+    if HAS_FINAL:  # written where the sequence ends; an empty one has its first span for that
+        if (position + SPAN >= length) & ((position == 0) | (position < length)):
+            final_ptrs = final_state_ptr + sequence * ((W - 1) * C) + channels
+            for w in tl.static_range(W - 1):
+                p = length - (W - 1) + w
+                row = _row(
+                    sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL
+                )
+                tl.store(final_ptrs + w * C, row, mask=in_channels)
+
+
+@triton.jit
+def _finish_row(
+    dx,
+    u,  # the row in its sequence; below 0, a row of the initial state
+    emitted,  # whether the row is this span's to write
+    length,
+    dx_ptrs,  # row 0 of the sequence
+    dfinal_ptrs,  # row 0 of the final state's gradient
+    dinitial_ptrs,  # row 0 of the initial state's gradient
+    C,
+    dfinal_stride_w,
+    in_channels,
+    W: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+):
+    """Writes the gradient of row u of a sequence, plus what it gets as a row of the final state."""
+    if HAS_FINAL:
+        final_row = u - length + (W - 1)
+        mask = mask_if(in_channels, (final_row >= 0) & (final_row < W - 1) & emitted)
+        dx += tl.load(dfinal_ptrs + final_row * dfinal_stride_w, mask=mask, other=0.0).to(tl.float32)
+    dx = dx.to(dx_ptrs.dtype.element_ty)
+    tl.store(dx_ptrs + u.to(tl.int64) * C, dx, mask=mask_if(in_channels, (u >= 0) & emitted))
+    if HAS_INITIAL:
+        tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, (u < 0) & emitted))
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots", "workers"])
+def _causal_conv1d_backward_kernel(
+    grad_ptr,  # [B, T, C]
+    dfinal_ptr,  # [N, W - 1, C]
+    x_ptr,  # [B, T, C]
+    weight_ptr,  # [C, W]
+    initial_state_ptr,  # [N, W - 1, C]
+    dx_ptr,  # [B, T, C]
+    dinitial_ptr,  # [N, W - 1, C]
+    sums_ptr,  # [workers, W, C]: of the weight's gradient
+    cu_seqlens_ptr,  # [N + 1]
+    grad_stride_b,
+    grad_stride_t,
+    grad_stride_c,
+    dfinal_stride_n,
+    dfinal_stride_w,
+    dfinal_stride_c,
+    x_stride_b,
+    x_stride_t,
+    x_stride_c,
+    state_stride_n,
+    state_stride_w,
+    state_stride_c,
+    T,
+    N,
+    C,
+    slots,
+    workers,
+    W: tl.constexpr,
+    W_PAD: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,  # divides SPAN, and at least W - 1
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BLOCK)
+    worker = pid // blocks
+    channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_channels = channels < C
+    wide_channels = channels.to(tl.int64)
+    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    sums = ()
+    for _ in tl.static_range(W):
+        sums = sums + (tl.zeros([BLOCK], tl.float32),)
+    for slot in range(worker, slots, workers):
+        sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED)
+        sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
+        grad_ptrs = grad_ptr + batch * grad_stride_b + begin * grad_stride_t + wide_channels * grad_stride_c
+        dx_ptrs = dx_ptr + (batch * T + begin) * C + channels
+        state_ptrs = initial_state_ptr
+        dinitial_ptrs = dinitial_ptr
+        dfinal_ptrs = dfinal_ptr
+        if HAS_INITIAL:
+            state_ptrs += sequence * state_stride_n + wide_channels * state_stride_c
+            dinitial_ptrs += sequence * ((W - 1) * C) + channels
+        if HAS_FINAL:
+            dfinal_ptrs += sequence * dfinal_stride_n + wide_channels * dfinal_stride_c
+
+        rows = tl.maximum(tl.minimum(length - position, SPAN), 0)
+        window = ()  # x at the W - 1 rows before
+        pulls = ()  # the preactivation's gradient there; before the span it is not needed
+        for w in tl.static_range(W - 1):
+            p = position - (W - 1) + w
+            row = _row(sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
+            window = window + (row.to(tl.float32),)
+            pulls = pulls + (tl.zeros([BLOCK], tl.float32),)
+
+        for base in range(0, rows, ROWS):
+            # Only a sequence's last span has rows below ROWS left, and what is past them is past the sequence.
+            xs = ()
+            grads = ()
+            for r in tl.static_range(ROWS):
+                mask = mask_if(in_channels, base + r < rows)
+                t = (position + base + r).to(tl.int64)
+                xs = xs + (tl.load(sequence_ptrs + t * x_stride_t, mask=mask, other=0.0),)
+                grads = grads + (tl.load(grad_ptrs + t * grad_stride_t, mask=mask, other=0.0),)
+            run = window
+            pull_run = pulls
+            for r in tl.static_range(ROWS):
+                run = run + (xs[r].to(tl.float32),)
+                dy = _preactivation_grad(grads[r].to(tl.float32), _filtered(taps, run, r, W), SILU)
+                pull_run = pull_run + (dy,)
+                new_sums = ()
+                for w in tl.static_range(W):
+                    new_sums = new_sums + (sums[w] + dy * run[r + w],)
+                sums = new_sums
+                u = position + base + (r - (W - 1))
+                emitted = (u >= position) | (position + base == 0)
+                _finish_row(
+                    _pulled(taps, pull_run, r, W),
+                    u,
+                    emitted & (u < length),
+                    length,
+                    dx_ptrs,
+                    dfinal_ptrs,
+                    dinitial_ptrs,
+                    C,
+                    dfinal_stride_w,
+                    in_channels,
+                    W,
+                    HAS_INITIAL,
+                    HAS_FINAL,
+                )
+            window = ()
+            pulls = ()
+            for w in tl.static_range(W - 1):
+                window = window + (run[ROWS + w],)
+                pulls = pulls + (pull_run[ROWS + w],)
+
+        # The last W - 1 rows of the span, or of an empty sequence's initial state, wait for the rows after it.
+        end = position + tl.cdiv(rows, ROWS) * ROWS
+        run = window
+        pull_run = pulls
+        for r in tl.static_range(W - 1):
+            t = (end + r).to(tl.int64)
+            mask = mask_if(in_channels, end + r < length)
+            run = run + (tl.load(sequence_ptrs + t * x_stride_t, mask=mask, other=0.0).to(tl.float32),)
+            grad = tl.load(grad_ptrs + t * grad_stride_t, mask=mask, other=0.0).to(tl.float32)
+            pull_run = pull_run + (_preactivation_grad(grad, _filtered(taps, run, r, W), SILU),)
+            u = end + (r - (W - 1))
+            emitted = ((u >= position) & (u < length)) | (end == 0)
+            _finish_row(
+                _pulled(taps, pull_run, r, W),
+                u,
+                emitted,
+                length,
+                dx_ptrs,
+                dfinal_ptrs,
+                dinitial_ptrs,
+                C,
+                dfinal_stride_w,
+                in_channels,
+                W,
+                HAS_INITIAL,
+                HAS_FINAL,
+            )
+
+    sums_ptrs = sums_ptr + worker.to(tl.int64) * (W * C) + channels
+    for w in tl.static_range(W):
+        tl.store(sums_ptrs + w * C, sums[w], mask=in_channels)
+
+
+@triton.jit(do_not_specialize=["workers"])
+def _weight_grad_kernel(
+    sums_ptr,  # [workers, W, C]
+    dweight_ptr,  # [C, W]
+    workers,
+    C,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.arange(0, ROWS)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_columns = columns < W * C
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    ptrs = sums_ptr + rows.to(tl.int64)[:, None] * (W * C) + columns[None, :]
+    for base in range(0, workers, ROWS):
+        total += tl.load(ptrs, mask=(base + rows < workers)[:, None] & in_columns[None, :], other=0.0)
+        ptrs += ROWS * W * C
+    total = tl.sum(total, axis=0).to(dweight_ptr.dtype.element_ty)
+    tl.store(dweight_ptr + (columns % C) * W + columns // C, total, mask=in_columns)
+
+
+@triton.jit(do_not_specialize=["N", "slots"])
+def _causal_conv1d_step_kernel(
+    x_ptr,  # [N, C]
+    weight_ptr,  # [C, W]
+    state_ptr,  # [slots, W - 1, C]
+    state_indices_ptr,  # [N]
+    output_ptr,  # [N, C]
+    x_stride_n,
+    x_stride_c,
+    state_stride_n,
+    state_stride_w,
+    state_stride_c,
+    indices_stride,
+    N,
+    slots,
+    C,
+    W: tl.constexpr,
+    W_PAD: tl.constexpr,
+    SEQUENCES: tl.constexpr,  # of one program, so that the weight is read once for them
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_INDICES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BLOCK)
+    channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_channels = channels < C
+    wide_channels = channels.to(tl.int64)
+    loaded = ()
+    for i in tl.static_range(SEQUENCES):
+        sequence = ((pid // blocks) * SEQUENCES + i).to(tl.int64)
+        if HAS_INDICES:
+            slot = tl.load(state_indices_ptr + sequence * indices_stride, mask=sequence < N, other=-1).to(tl.int64)
+            tl.device_assert(slot < slots, "causal_conv1d_step: state_indices must be below the number of slots")
+        else:
+            slot = sequence
+        live = mask_if(in_channels, (sequence < N) & (slot >= 0) & (slot < slots))
+        state_ptrs = state_ptr + slot * state_stride_n + wide_channels * state_stride_c
+        for w in tl.static_range(W - 1):
+            loaded = loaded + (tl.load(state_ptrs + w * state_stride_w, mask=live, other=0.0),)
+        x_ptrs = x_ptr + sequence * x_stride_n + wide_channels * x_stride_c
+        loaded = loaded + (tl.load(x_ptrs, mask=live, other=0.0),)
+    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    for i in tl.static_range(SEQUENCES):
+        sequence = ((pid // blocks) * SEQUENCES + i).to(tl.int64)
+        if HAS_INDICES:
+            slot = tl.load(state_indices_ptr + sequence * indices_stride, mask=sequence < N, other=-1).to(tl.int64)
+        else:
+            slot = sequence
+        live = mask_if(in_channels, (sequence < N) & (slot >= 0) & (slot < slots))
+        y = taps[0] * loaded[i * W].to(tl.float32)
+        for w in tl.static_range(1, W):
+            y += taps[w] * loaded[i * W + w].to(tl.float32)
+        if SILU:
+            y = y * logistic(y * _LOG2_E)
+        y = tl.where(live, y, 0.0).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + sequence * C + channels, y, mask=mask_if(in_channels, sequence < N))
+        state_ptrs = state_ptr + slot * state_stride_n + wide_channels * state_stride_c
+        for w in tl.static_range(W - 1):
+            tl.store(state_ptrs + w * state_stride_w, loaded[i * W + w + 1], mask=live)
+
+
+# ---- launchers ----
+
+_WARPS = 4
+_BLOCK = 128 * _WARPS  # four channels a thread
+_MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
+
+
+def _check_taps(op, weight) -> None:
+    if weight.shape[1] > MAX_TAPS:
+        raise ValueError(f"{op}: the Triton path takes at most {MAX_TAPS} taps, got weight {list(weight.shape)}")
+
+
+def _span(tokens: int, channels: int) -> int:
+    """Tokens to a span: as many as leave some thousand programs, so that the rows read twice are few."""
+    for span in (128, 64, 32):
+        if tokens * channels >= 512 * span * _BLOCK:
+            return span
+    return 16
+
+
+def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_final_state):
+    batch, tokens, channels = x.shape
+    width = weight.shape[1]
+    output = x.new_empty(x.shape)
+    packed = cu_seqlens is not None
+    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    final_state = empty_like_optional(x, output_final_state, (sequences, width - 1, channels), x.dtype)
+    if tokens == 0 and output_final_state:
+        final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+    span = _span(batch * tokens, channels)
+    slots = span_slots(tokens, sequences, span, packed)
+    if x.numel() == 0 or slots == 0:
+        return output, final_state
+    block = min(_BLOCK, triton.next_power_of_2(channels))
+    with on_device(x):
+        _causal_conv1d_kernel[(slots * triton.cdiv(channels, block),)](
+            x,
+            weight.contiguous(),
+            initial_state,
+            output,
+            final_state,
+            cu_seqlens,
+            *x.stride(),
+            *((0, 0, 0) if initial_state is None else initial_state.stride()),
+            tokens,
+            sequences,
+            channels,
+            W=width,
+            W_PAD=triton.next_power_of_2(width),
+            SPAN=span,
+            ROWS=8,
+            BLOCK=block,
+            SILU=activation == "silu",
+            HAS_INITIAL=initial_state is not None and width > 1,
+            HAS_FINAL=output_final_state and width > 1,
+            PACKED=packed,
+            num_warps=_WARPS,
+        )
+    return output, final_state
+
+
+def _backward_triton(grad, grad_final_state, x, weight, activation, cu_seqlens, initial_state, output_final_state):
+    batch, tokens, channels = x.shape
+    width = weight.shape[1]
+    dx = x.new_empty(x.shape)
+    dweight = weight.new_empty(weight.shape)
+    dinitial = x.new_empty([0] if initial_state is None else initial_state.shape)
+    packed = cu_seqlens is not None
+    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    if tokens == 0 and initial_state is not None:
+        dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
+    span = _span(batch * tokens, channels)
+    slots = span_slots(tokens, sequences, span, packed)
+    if x.numel() == 0 or slots == 0:
+        return dx, dweight.zero_(), dinitial
+    workers = min(slots, _MAX_WORKERS)
+    sums = torch.empty(workers, width, channels, dtype=torch.float32, device=x.device)
+    block = min(_BLOCK, triton.next_power_of_2(channels))
+    with on_device(x):
+        _causal_conv1d_backward_kernel[(workers * triton.cdiv(channels, block),)](
+            grad,
+            grad_final_state,
+            x,
+            weight.contiguous(),
+            initial_state,
+            dx,
+            dinitial,
+            sums,
+            cu_seqlens,
+            *grad.stride(),
+            *(grad_final_state.stride() if output_final_state else (0, 0, 0)),
+            *x.stride(),
+            *((0, 0, 0) if initial_state is None else initial_state.stride()),
+            tokens,
+            sequences,
+            channels,
+            slots,
+            workers,
+            W=width,
+            W_PAD=triton.next_power_of_2(width),
+            SPAN=span,
+            ROWS=max(4, triton.next_power_of_2(width - 1)),
+            BLOCK=block,
+            SILU=activation == "silu",
+            HAS_INITIAL=initial_state is not None and width > 1,
+            HAS_FINAL=output_final_state and width > 1,
+            PACKED=packed,
+            num_warps=_WARPS,
+        )
+        columns = width * channels
+        _weight_grad_kernel[(triton.cdiv(columns, 128),)](
+            sums, dweight, workers, channels, W=width, ROWS=16, BLOCK=128, num_warps=4
+        )
+    return dx, dweight, dinitial
+
+
+def _step_triton(x, weight, state, activation, state_indices):
+    sequences, channels = x.shape
+    width = weight.shape[1]
+    output = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return output
+    block = min(_BLOCK, triton.next_power_of_2(channels))
+    grouped = 4 if sequences * channels >= 2**20 else 1
+    with on_device(x):
+        _causal_conv1d_step_kernel[(triton.cdiv(sequences, grouped) * triton.cdiv(channels, block),)](
+            x,
+            weight.contiguous(),
+            state,
+            state_indices,
+            output,
+            *x.stride(),
+            *state.stride(),
+            0 if state_indices is None else state_indices.stride(0),
+            sequences,
+            state.shape[0],
+            channels,
+            W=width,
+            W_PAD=triton.next_power_of_2(width),
+            SEQUENCES=grouped,
+            BLOCK=block,
+            SILU=activation == "silu",
+            HAS_INDICES=state_indices is not None,
+            num_warps=_WARPS,
+        )
+    return output
+
 
 # ---- registration ----
 
@@ -45,6 +603,8 @@ def _state_shape(x, weight, cu_seqlens):
 
 
 def _forward(x, weight, activation, cu_seqlens, initial_state, output_final_state, impl):
+    if impl == "triton":
+        return _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_final_state)
     output, final_state = _reference(x, weight, activation, cu_seqlens, initial_state, output_final_state)
     return output.contiguous(), x.new_empty([0]) if final_state is None else final_state.contiguous()
 
@@ -54,6 +614,11 @@ def _forward_fake(x, weight, activation, cu_seqlens, initial_state, output_final
 
 
 def _backward(grad, grad_final_state, x, weight, activation, cu_seqlens, initial_state, output_final_state, impl):
+    if impl == "triton":
+        return _backward_triton(
+            grad, grad_final_state, x, weight, activation, cu_seqlens, initial_state, output_final_state
+        )
+
     def function(x, weight, initial_state=None):
         output, final_state = naive_causal_conv1d(
             x,
@@ -122,6 +687,8 @@ def _step_reference(x, weight, state, activation, state_indices):
 
 
 def _step(x, weight, state, activation, state_indices, impl):
+    if impl == "triton":
+        return _step_triton(x, weight, state, activation, state_indices)
     return _step_reference(x, weight, state, activation, state_indices).contiguous()
 
 
@@ -189,7 +756,9 @@ def causal_conv1d(
         check_dtype(op, "initial_state", initial_state, (x.dtype,))
         check_shape(op, "initial_state", initial_state, "[N, W - 1, C]", (sequences, weight.shape[1] - 1, x.shape[2]))
         check_device(op, "initial_state", initial_state, x.device)
-    impl = resolve_impl(op, impl, x, triton_ready=False)
+    impl = resolve_impl(op, impl, x)
+    if impl == "triton":
+        _check_taps(op, weight)
     if impl == "reference" and runs_eagerly():
         return _reference(x, weight, activation, cu_seqlens, initial_state, output_final_state)
     output, final_state = _OP(x, weight, activation, cu_seqlens, initial_state, output_final_state, impl)
@@ -243,7 +812,9 @@ def causal_conv1d_step(
             f"{op} is for inference and an input requires grad: train with causal_conv1d (and chunk_kda), or call it "
             "under torch.no_grad(); only impl='reference', in eager mode, differentiates"
         )
-    impl = resolve_impl(op, impl, x, triton_ready=False)
+    impl = resolve_impl(op, impl, x)
+    if impl == "triton":
+        _check_taps(op, weight)
     if impl == "reference" and runs_eagerly():
         return _step_reference(x, weight, state, activation, state_indices)
     return _STEP_OP(x, weight, state, activation, state_indices, impl)

@@ -1,0 +1,75 @@
+"""What the token-parallel kernels share on the device: which tokens a program owns, and a cheap sigmoid.
+
+A *span* is up to SPAN consecutive tokens of one sequence, starting at a multiple of SPAN from the sequence's first. It
+is the unit of work. Dense, sequence n's spans follow those of sequence n - 1. Packed, the host knows T and N but not
+the offsets, so it counts *slots*: sequence i's spans take the slots from ``cu_seqlens[i] // SPAN + i`` on. That number
+rises with i by at least the spans that sequence i has, and by at least one: no two spans share a slot, an empty
+sequence has a slot of its own, a slot's sequence is found by bisection, and T // SPAN + N slots are enough. Slots left
+over are spans of no tokens.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def locate_span(slot, cu_seqlens_ptr, T, N, SPAN: tl.constexpr, PACKED: tl.constexpr):
+    """The span of a slot: (sequence, batch row, sequence's first token, sequence's length, span's first token in the
+    sequence). A slot left over starts at or past the length. Offsets that break the rules never lead outside [0, T).
+    """
+    if PACKED:
+        low = 0 * slot
+        high = low + N
+        while high - low > 1:
+            middle = (low + high) // 2
+            if tl.load(cu_seqlens_ptr + middle) // SPAN + middle <= slot:
+                low = middle
+            else:
+                high = middle
+        sequence = low
+        begin = tl.load(cu_seqlens_ptr + sequence)
+        end = tl.load(cu_seqlens_ptr + sequence + 1)
+        tl.device_assert((begin >= 0) & (begin <= end) & (end <= T), "cu_seqlens must rise from 0 to at most T")
+        position = tl.maximum((slot - (begin // SPAN + sequence)) * SPAN, 0)
+        begin = tl.minimum(tl.maximum(begin, 0), T)
+        length = tl.maximum(tl.minimum(end, T) - begin, 0)
+        batch = 0 * sequence
+    else:
+        spans = tl.cdiv(T, SPAN)
+        sequence = slot // spans
+        position = (slot - sequence * spans) * SPAN
+        begin = 0 * slot
+        length = begin + T
+        batch = sequence
+    return sequence.to(tl.int64), batch.to(tl.int64), begin.to(tl.int64), length, position
+
+
+@triton.jit
+def mask_if(mask, condition):
+    """``mask`` where the scalar condition holds, else nothing. (It goes through a block of integers: Triton 3.9's
+    interpreter makes integers of a block mask & a scalar one.)"""
+    return mask & (tl.zeros(mask.shape, tl.int32) + condition.to(tl.int32) != 0)
+
+
+@triton.jit
+def logistic(x_log2):
+    """1 / (1 + 2^-x): the sigmoid of x ln(2), for every x. The square of rsqrt is the cheap reciprocal: two
+    instructions and a relative error of 3e-7, where a division takes eight."""
+    root = tl.rsqrt(1.0 + tl.exp2(-x_log2))
+    return root * root
+
+
+def span_slots(tokens: int, sequences: int, span: int, packed: bool) -> int:
+    """How many slots cover every span; ``sequences`` is the batch size unless packed."""
+    if packed:
+        return tokens // span + sequences if sequences else 0
+    return triton.cdiv(tokens, span) * sequences
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
