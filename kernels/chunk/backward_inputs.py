@@ -1,0 +1,212 @@
+"""Backward stage 2 of chunk_kda: the gradients of q, k, v, the cumulative gate and beta (Kimi Linear, arXiv 2510.26692).
+
+One program per (chunk, head), with the state S at the chunk's start, the gradient dS' of the state at its end, v_new and
+dv_new from the scans. With v_new = A beta (v - (k 2^G) S), the inverse never needs a gradient of its own:
+
+    dX = A^T dv_new          dv = beta dX        dL = -tril(dX v_new^T)       da_qk = scale tril(dO v_new^T)
+
+What meets the state is a product with S or dS'; what stays inside the chunk runs over the levels of tiles.py, where row
+i collects its pairs with earlier tokens and row j those with later ones:
+
+    dq_i += da_qk_ij k_j D_ij      dk_i += beta_i dL_ij k_j D_ij      dk_j += (da_qk_ij q_i + beta_i dL_ij k_i) D_ij
+
+The gate's gradient is the sum of each row's terms times q or k, less the columns'. Pairs whose decay is 2^0, the
+diagonal and the last row's own write into the state, are no part of it: they never enter the sums. All sums are FP32.
+
+At K = V = 128 in bf16 it reads 3,204 bytes for each token and head and writes 1,284 (256 of them dX, in dv_new's place).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import configs
+from .prepare import anchored_half_range, takes_anchored_diagonal
+from .tiles import chunk_slots, load_rows, locate_chunk, matmul, operand_dtype, only_level
+
+
+@triton.jit
+def add_pairs(
+    dq, dk, dg, d_beta, d_scores, d_lower, q_tile, k_tile, above, below, beta_row, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of the pairs (i, j) for which d_scores and d_lower are not zero, with 2^(G_i - G_j) =
+    above_i below_j."""
+    d_scores = d_scores.to(OPERAND)
+    d_lower = d_lower.to(OPERAND)
+    k_below = (k_tile * below).to(OPERAND)
+    k_above = k_tile * above
+    q_row = matmul(d_scores, k_below, PRECISION) * above
+    k_row = matmul(d_lower, k_below, PRECISION) * above
+    column = matmul(tl.trans(d_scores), (q_tile * above).to(OPERAND), PRECISION)
+    column = tl.dot(tl.trans(d_lower), (k_above * beta_row).to(OPERAND), column, input_precision=PRECISION) * below
+    d_beta += tl.sum(k_row * k_tile, axis=1)
+    k_row *= beta_row
+    dq += q_row
+    dk += k_row + column
+    dg += q_tile * q_row + k_tile * (k_row - column)
+    return dq, dk, dg, d_beta
+
+
+@triton.jit
+def input_gradients_kernel(
+    q, k, v, gate, beta, cu_seqlens, a_inv, h, v_new, dh, dv_new, d_output, dq_out, dk_out, dv_out, dg_out, dbeta_out,
+    T, N, H, K, V, steps, steps_v, half_range, scale,
+    PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, HAS_OUTPUT: tl.constexpr,
+    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr, PAIR_PRECISION: tl.constexpr, PAIR_OPERAND: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    n, start, rows = locate_chunk(cu_seqlens, slot, T, N, PACKED)
+    if rows <= 0:
+        return
+    OPERAND: tl.constexpr = v_new.dtype.element_ty
+    first = start * H + head  # of a [tokens, H] table
+    q += first * K
+    k += first * K
+    gate += first * K
+    dq_out += first * K
+    dk_out += first * K
+    dg_out += first * K
+    v += first * V
+    dv_out += first * V
+    d_output += first * V
+    v_new += first * WIDTH_V
+    dv_new += first * WIDTH_V
+    h += (slot.to(tl.int64) * H + head) * WIDTH_K * WIDTH_V
+    dh += (slot.to(tl.int64) * H + head) * WIDTH_K * WIDTH_V
+
+    row = tl.arange(0, 64)[:, None]
+    in_rows = row < rows
+    i = row
+    j = tl.arange(0, 64)[None, :]
+    beta_row = tl.load(beta + first + row * H, mask=in_rows, other=0.0).to(tl.float32)
+    inverse = load_rows(a_inv + first * 64, row, rows, j, 64, H * 64, False)
+    d_scores = tl.zeros((64, 64), tl.float32)
+    d_lower = tl.zeros((64, 64), tl.float32)
+    d_diagonal = tl.zeros((64,), tl.float32)
+    d_beta = tl.zeros((64,), tl.float32)
+    for step in range(0, steps_v):
+        value = step * BV + tl.arange(0, BV)[None, :]
+        written = load_rows(v_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
+        d_written = load_rows(dv_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
+        dx = matmul(tl.trans(inverse), d_written, PRECISION)
+        tl.store(dv_new + row * (H * WIDTH_V) + value, dx.to(OPERAND), mask=in_rows)
+        dv = (dx * beta_row).to(dv_out.dtype.element_ty)
+        tl.store(dv_out + row * (H * V) + value, dv, mask=in_rows & (value < V))
+        d_beta += tl.sum(dx * load_rows(v, row, rows, value, V, H * V, MASK_V).to(tl.float32), axis=1)
+        d_lower = tl.dot(dx.to(OPERAND), tl.trans(written), d_lower, input_precision=PRECISION)
+        if HAS_OUTPUT:
+            d_out = load_rows(d_output, row, rows, value, V, H * V, MASK_V).to(tl.float32) * scale
+            d_diagonal += tl.sum(d_out * written.to(tl.float32), axis=1)
+            d_scores = tl.dot(d_out.to(OPERAND), tl.trans(written), d_scores, input_precision=PRECISION)
+    d_scores = tl.where(i > j, d_scores, 0.0)
+    d_lower = tl.where(i > j, -d_lower, 0.0)
+    tl.debug_barrier()  # dX was stored by other threads of this program than those that load it below
+
+    for step in range(0, steps):
+        channel = step * BK + tl.arange(0, BK)[None, :]
+        from_output = tl.zeros((64, BK), tl.float32)
+        from_residual = tl.zeros((64, BK), tl.float32)
+        from_write = tl.zeros((64, BK), tl.float32)
+        passed_on = tl.zeros((BK,), tl.float32)
+        for step_v in range(0, steps_v):
+            value = step_v * BV + tl.arange(0, BV)[None, :]
+            state_offset = tl.trans(channel) * WIDTH_V + value
+            state = tl.load(h + state_offset)
+            d_state = tl.load(dh + state_offset)
+            passed_on += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
+            written = load_rows(v_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
+            from_write = tl.dot(written, tl.trans(d_state), from_write, input_precision=PRECISION)
+            dx = load_rows(dv_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
+            from_residual = tl.dot(dx, tl.trans(state), from_residual, input_precision=PRECISION)
+            if HAS_OUTPUT:
+                d_out = load_rows(d_output, row, rows, value, V, H * V, MASK_V).to(tl.float32) * scale
+                from_output = tl.dot(d_out.to(OPERAND), tl.trans(state), from_output, input_precision=PRECISION)
+
+        q_tile = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        gate_tile = load_rows(gate, row, rows, channel, K, H * K, MASK_K)
+        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, channel, K, H * K, MASK_K)
+        decay = tl.exp2(gate_tile)
+        dq = decay * from_output
+        dg = q_tile * dq
+        from_residual *= decay
+        d_beta -= tl.sum(k_tile * from_residual, axis=1)
+        dk = -beta_row * from_residual
+        dg += k_tile * dk
+        from_write *= tl.exp2(-tl.abs(gate_last - gate_tile))
+        dk += from_write
+        from_write = tl.where(row < rows - 1, k_tile * from_write, 0.0)
+        last = tl.sum(from_write, axis=0)[None, :] + tl.exp2(gate_last) * passed_on[None, :]
+        dg += tl.where(row == rows - 1, last, 0.0) - from_write
+        dq += d_diagonal[:, None] * k_tile
+        dk += d_diagonal[:, None] * q_tile
+        if ANCHORED:
+            anchor = row // 16 * 16
+            delta = gate_tile - load_rows(gate, anchor, rows, channel, K, H * K, MASK_K) + half_range
+            delta = tl.minimum(tl.maximum(delta, -half_range), half_range)
+            dq, dk, dg, d_beta = add_pairs(
+                dq, dk, dg, d_beta,
+                tl.where(i // 16 == j // 16, d_scores, 0.0), tl.where(i // 16 == j // 16, d_lower, 0.0),
+                q_tile, k_tile, tl.exp2(delta), tl.exp2(-delta), beta_row, PAIR_PRECISION, PAIR_OPERAND,
+            )  # fmt: skip
+        for log_level in range(4 if ANCHORED else 0, 6):
+            level = 1 << log_level
+            anchor = (row & -(2 * level)) + level
+            factor = tl.exp2(-tl.abs(gate_tile - load_rows(gate, anchor, rows, channel, K, H * K, MASK_K)))
+            dq, dk, dg, d_beta = add_pairs(
+                dq, dk, dg, d_beta, only_level(d_scores, log_level), only_level(d_lower, log_level),
+                q_tile, k_tile, factor, factor, beta_row, PAIR_PRECISION, PAIR_OPERAND,
+            )  # fmt: skip
+        where = row * (H * K) + channel
+        mask = in_rows & (channel < K)
+        tl.store(dq_out + where, dq.to(dq_out.dtype.element_ty), mask=mask)
+        tl.store(dk_out + where, dk.to(dk_out.dtype.element_ty), mask=mask)
+        tl.store(dg_out + where, dg * 0.6931471805599453, mask=mask)  # ln 2: the gate is a log2
+    rows_1d = tl.arange(0, 64)
+    tl.store(dbeta_out + first + rows_1d * H, d_beta.to(dbeta_out.dtype.element_ty), mask=rows_1d < rows)
+
+
+def input_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cumulative_gate: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    gate_lower_bound: float | None,
+    a_inv: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    dh: Tensor,
+    dv_new: Tensor,
+    d_output: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launches the stage on contiguous tensors: dq, dk, dv, d_cumulative_gate, d_beta in their inputs' types. dv_new is
+    used up."""
+    batch, tokens, heads, key_width = q.shape
+    value_width = v.shape[3]
+    width_k, width_v = h.shape[2], h.shape[3]
+    grads = tuple(torch.empty_like(x) for x in (q, k, v, cumulative_gate, beta))
+    packed = cu_seqlens is not None
+    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    dtype = operand_dtype(q, k, v)
+    anchored = takes_anchored_diagonal(dtype, gate_lower_bound)
+    # FP16 cannot hold a factor such as 2^-72, and the gate's gradient is made of nothing else where every gate is
+    # strong: its pairs run as FP32.
+    wide_pairs = dtype != torch.bfloat16
+    config = configs.chunk_config(width_k, dtype == torch.float32)
+    input_gradients_kernel[(chunk_slots(tokens, sequences, packed) * heads,)](
+        q, k, v, cumulative_gate, beta, cu_seqlens, a_inv, h, v_new, dh, dv_new, v if d_output is None else d_output,
+        *grads, tokens, sequences, heads, key_width, value_width, width_k // 64, width_v // 64,
+        anchored_half_range(gate_lower_bound) if anchored else 0.0, key_width**-0.5,
+        PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
+        HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=64, BV=64,
+        PRECISION="tf32x3" if dtype == torch.float32 else "tf32", PAIR_PRECISION="tf32x3" if wide_pairs else "tf32",
+        PAIR_OPERAND=tl.float32 if wide_pairs else tl.bfloat16,
+        num_warps=config.inputs_warps, num_stages=1,
+    )  # fmt: skip
+    return grads
