@@ -135,7 +135,7 @@ class ForgetGate(nn.Module):
     sit in a module of their own so that FSDP can give it an FP32 policy. They take no weight decay.
 
     Initialisation. softplus: A = exp(A_log) ~ U(1, 16) and dt_bias = softplus^-1(dt), dt log-uniform in [1e-3, 1e-1],
-    as the field does it, so that a fresh channel decays by A dt nats a token, from -1e-3 to -1.6. bounded: A_log = 0 and
+    as the field does it, so that a fresh channel decays by A dt nats a token, from 1e-3 to 1.6. bounded: A_log = 0 and
     dt_bias = logit(A dt / |lower_bound|) with A and dt drawn in the same way, so that both gates start from the same
     decays and the same slope in the logits; with A up to 16 inside the sigmoid, a fresh gate would be a switch.
     """
@@ -371,6 +371,7 @@ class KimiDeltaAttention(nn.Module):
             return self._decode(x, cache, decay)
 
         impl = self.backends.operator_impl
+        layer_input = x
         if cu_seqlens is not None:
             x = x.reshape(1, rows * tokens, -1)
         keep = cache is not None
@@ -410,7 +411,7 @@ class KimiDeltaAttention(nn.Module):
             # Rows past the last offset are unspecified in the core's output and must stay out of the products below.
             live = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
             o = torch.where(live[None, :, None, None], o, 0)
-        return self._output(o, x).reshape(rows, tokens, -1)
+        return self._output(o.reshape(rows, tokens, *o.shape[2:]), layer_input)
 
     def _decode(self, x: Tensor, cache: KDACache, decay: tuple[Tensor, Tensor]) -> Tensor:
         """One token for each of the cache's N sequences: the first N rows of x [B, T, dim]; the rest is padding."""
@@ -436,10 +437,11 @@ class KimiDeltaAttention(nn.Module):
             impl=impl,
         )
         padding = x.shape[0] * x.shape[1] - live
-        return nn.functional.pad(self._output(o, token), (0, 0, 0, padding)).view_as(x)
+        o = nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
+        return self._output(o.reshape(*x.shape[:2], *o.shape[1:]), x)
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        """The gated norm and the output projection: o [..., H, V] and the layer's input [..., dim] to [..., dim]."""
+        """The gated norm and the output projection: o [B, T, H, V] and the layer's input [B, T, dim] to [B, T, dim]."""
         output_gate = self.g_b_proj(self.g_a_proj(x)) if hasattr(self, "g_a_proj") else self.g_proj(x)
         o = self.o_norm(o).flatten(-2) * torch.sigmoid(output_gate)
         return self.o_proj(o)

@@ -136,6 +136,7 @@ def generate(
     vocab_size: int | None = None,
     device: torch.device | None = None,
     on_token: Callable[[int, int], bool] | None = None,
+    on_end: Callable[[int], None] | None = None,
     speed: Speed | None = None,
 ) -> None:
     """Continues each sample's prompt, in place: what there is at an interruption stays.
@@ -148,6 +149,7 @@ def generate(
         vocab_size: the tokenizer's size, where the model's is rounded up: what lies past it is never drawn.
         device: of the model's inputs; the parameters' if not given.
         on_token: called with (sample, token) for each new token but eos; returning True ends that sequence ("stop").
+        on_end: called with each sample when it ends.
         speed: filled as generation goes.
     """
     if not samples:
@@ -180,14 +182,16 @@ def generate(
                 sample = samples[i]
                 if token == eos_id:
                     sample.finished = "eos"
-                    continue
-                sample.tokens.append(token)
-                if on_token is not None and on_token(i, token):
-                    sample.finished = "stop"
-                elif len(sample.tokens) >= sampling.max_new_tokens:
-                    sample.finished = "length"
                 else:
+                    sample.tokens.append(token)
+                    if on_token is not None and on_token(i, token):
+                        sample.finished = "stop"
+                    elif len(sample.tokens) >= sampling.max_new_tokens:
+                        sample.finished = "length"
+                if sample.finished is None:
                     going.append(row)
+                elif on_end is not None:
+                    on_end(i)
             if len(going) < len(active):
                 cache = select(cache, going)
             active, tokens = [active[row] for row in going], [tokens[row] for row in going]

@@ -226,14 +226,6 @@ def check_job(job_config: Any) -> None:
     if job_config.training.seq_len % tp or job_config.validation.seq_len % tp:
         raise JobError(f"training.seq_len and validation.seq_len must be multiples of tensor_parallel_degree = {tp}")
 
-    data = job_config.data
-    if data.tokenizer not in ("byte", "hf"):
-        raise JobError(f"data.tokenizer must be 'byte' or 'hf', got {data.tokenizer!r}")
-    if data.piece_bytes < 1:
-        raise JobError(f"data.piece_bytes must be at least 1, got {data.piece_bytes}")
-    if not 0 < data.validation_fraction < 1:
-        raise JobError(f"data.validation_fraction must be between 0 and 1, got {data.validation_fraction}")
-
     generation = job_config.generation
     if generation.enable:
         if not job_config.validation.enable:

@@ -325,8 +325,8 @@ class Decoder(ModelProtocol):
 def document_offsets(tokens: Tensor, eos_id: int) -> Tensor:
     """Packed offsets of the documents in a batch, laid end to end.
 
-    A document ends after each end-of-sequence token and at each row's end. On a GPU the number of documents is not known
-    to the host, so the offsets have a fixed capacity and are filled up with repeated ends, which are empty sequences.
+    A document ends after each end-of-sequence token and at each row's end. On a GPU the number of documents is not
+    known to the host, so the offsets have a fixed capacity and are filled up with repeated ends: empty sequences.
 
     Args:
         tokens: [B, T].

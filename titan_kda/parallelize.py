@@ -1,8 +1,8 @@
 """How the decoder is spread over devices, in torchtitan's order: TP, activation checkpointing, compile, FSDP or DDP.
 
-Tensor parallelism splits a KDA layer by heads: projections into heads are split by column with their convolutions, A_log
-and dt_bias; the low-rank projections before them are replicated; the output projection is split by row. Between layers
-the stream is split along the sequence.
+Tensor parallelism splits a KDA layer by heads: projections into heads are split by column with their convolutions,
+A_log and dt_bias; the low-rank projections before them are replicated; the output projection is split by row. Between
+layers the stream is split along the sequence.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +29,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import NoParallel, ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
-from torchtitan.tools.logging import logger
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
 from .attention import KimiDeltaAttention
 from .model import Block, Decoder, TiedHead
@@ -44,7 +45,7 @@ _SAVED_OPERATORS = {
 
 
 class ShardHeads(ParallelStyle):
-    """Splits a module's parameters along their first axis, heads or their channels; the module computes on its shard."""
+    """Splits a module's parameters along their first axis, heads or their channels; it computes on its shard."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -88,8 +89,15 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
         if compiled:
             torch._dynamo.config.optimize_ddp = "ddp_optimizer"
         replicate(decoder, device_mesh=mesh, bucket_cap_mb=100)
+        cast(Any, decoder).register_comm_hook(mesh.get_group(), _sum_gradients)
         logger.info("Applied DDP to the model")
     return decoder
+
+
+def _sum_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's reduction without its average: the loss is divided by the global number of tokens already."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def apply_tp(decoder: Decoder, mesh: DeviceMesh, loss_parallel: bool) -> None:

@@ -19,6 +19,7 @@ from torchtitan.protocols import train_spec  # noqa: E402
 
 from . import data  # noqa: E402
 from .attention import ForgetGate  # noqa: E402
+from .checkpoint import CheckpointError, validate_checkpoint_settings  # noqa: E402
 from .job_config import JobError, check_job, model_args_of  # noqa: E402
 from .model import FLAVORS, Decoder  # noqa: E402
 from .parallelize import parallelize  # noqa: E402
@@ -43,7 +44,8 @@ def check_job_and_data(job_config: Any) -> BaseTokenizer:
         data.check_data(job_config)
         tokenizer = data.build_tokenizer(job_config)
         data.check_vocab(tokenizer, model_args_of(job_config).vocab_size)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+        validate_checkpoint_settings(job_config)
+    except (CheckpointError, ValueError, TypeError, FileNotFoundError) as error:
         raise JobError(str(error)) from None
     if job_config.generation.enable:
         encode_prompts(tokenizer, job_config.generation)

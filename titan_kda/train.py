@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .job_config import JobConfig, JobError, type_errors
+from .job_config import JobConfig, JobError, check_job, type_errors
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -88,8 +88,12 @@ def check_toml(path: Path) -> None:
         raise JobError(f"{path}: {error}")
 
 
-def load_job(args: list[str]) -> Any:
+def load_job(args: list[str], *, reads_data: bool = True) -> Any:
     """The whole checked configuration: a job file (or a shipped job's name) and command-line settings over it.
+
+    Args:
+        args: command-line arguments.
+        reads_data: whether the job's datasets and prompts must be there too; not so for sampling.
 
     Raises:
         JobError: a mistake in the file or in a setting.
@@ -108,7 +112,10 @@ def load_job(args: list[str]) -> Any:
         raise JobError(f'{path}: [experimental] needs custom_import = "titan_kda.register"')
     from .register import check_job_and_data
 
-    check_job_and_data(config)
+    if reads_data:
+        check_job_and_data(config)
+    else:
+        check_job(config)
     return config
 
 
@@ -153,22 +160,27 @@ def trainer_class(stop: StopSignal) -> type:
     from torchtitan.tools.logging import logger
     from torchtitan.train import Trainer
 
-    from .checkpoint import remove_half_written, validate_checkpoint_settings
+    from .checkpoint import CheckpointError, prepare_folder, validate_checkpoint_settings
 
     class KDATrainer(Trainer):
         def train(self) -> None:
             job_config = self.job_config
             self._hosts = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+            self._resumed = False
             for warning in validate_checkpoint_settings(job_config):
                 logger.warning(warning)
-            if job_config.checkpoint.enable:
-                if dist.get_rank() == 0:
-                    remove_half_written(os.path.join(job_config.job.dump_folder, job_config.checkpoint.folder))
-                if self._hosts is not None:
-                    dist.barrier(self._hosts)
+            try:
+                job_config.checkpoint.load_step = prepare_folder(job_config, rank=dist.get_rank())
+            except CheckpointError as error:
+                raise JobError(str(error)) from None
+            if self._hosts is not None:
+                dist.barrier(self._hosts)
             super().train()
 
         def should_continue_training(self) -> bool:
+            if not self._resumed:
+                self._resumed = True
+                self._rewrite_samples()
             if not super().should_continue_training():
                 return False
             if not self._stop_received():
@@ -183,6 +195,11 @@ def trainer_class(stop: StopSignal) -> type:
             self.checkpointer._async_wait()
             logger.info(f"Stopped at step {self.step} with a checkpoint; the same command goes on from there")
             return False
+
+        def _rewrite_samples(self) -> None:
+            """A run killed between a step's checkpoint and its samples left none, or an earlier run's."""
+            if self.step > 0 and self.job_config.validation.enable and self.validator.should_generate(self.step):
+                self.validator.generate(self.model_parts[0], self.step)
 
         def _stop_received(self) -> bool:
             """Whether any rank was told to stop: a host-side sum, so that all ranks stop at one step."""

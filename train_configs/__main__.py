@@ -1,4 +1,4 @@
-"""``python -m titan_kda.train_configs [NAME]``: the path of a shipped job, for torchrun; without a name, their names."""
+"""``python -m titan_kda.train_configs [NAME]``: the path of a shipped job, for torchrun; with no name, their names."""
 
 import argparse
 import sys

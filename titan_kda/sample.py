@@ -1,0 +1,257 @@
+"""``python -m titan_kda.sample``: text from a TOML job and a checkpoint.
+
+    python -m titan_kda.sample --job kda_debug --prompt "def "
+
+The checkpoint may be a step's folder, a run's folder (its newest step), or safetensors; any layout may have written it.
+Text goes to standard output as it comes, everything else to standard error. Ctrl-C keeps what was generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._version import __version__
+from .checkpoint import CheckpointError, read_weights, resolve_checkpoint
+from .data import build_tokenizer, check_vocab, stream_decoder
+from .generate import Sample, Speed, generate, settings_of
+from .job_config import JobError, check_sampling, model_args_of
+from .model import Decoder
+from .train import load_job
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_kda.sample",
+        description="Continues prompts with a model trained by a TOML job.",
+        epilog="Settings of the job can be given as well, as --kda.prefill_backend chunk.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--job", required=True, help="the TOML job, a file or a shipped job's name")
+    parser.add_argument(
+        "--checkpoint",
+        help="a step's folder, a run's folder (its newest step), or safetensors; the job's dump_folder by default",
+    )
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
+    parser.add_argument(
+        "--prompt-file", action="append", default=[], help="a file that holds one prompt, '-' is standard input"
+    )
+    parser.add_argument("--num-samples", type=int, default=1, help="continuations of each prompt (default 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="tokens of each at the most (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among so many likeliest tokens, 0: all (default)")
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="draw among those that hold this much probability (default 0.95)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; bfloat16 on a GPU, float32 elsewhere")
+    parser.add_argument("--json", action="store_true", help="one JSON object a sample, on a line, when it ends")
+    parser.add_argument("--version", action="version", version=f"titan-kda {__version__}")
+    return parser
+
+
+class TextStream:
+    """One sample's text as its tokens come, up to the first stop string.
+
+    Attributes:
+        text: what may be shown so far; an end that could begin a stop string is held back.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: list[int], stops: list[str]):
+        self._decoder = stream_decoder(tokenizer, prompt)
+        self._stops = stops
+        self._held = ""
+        self.text = ""
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """The text that ``token`` lets through, and whether a stop string ended it."""
+        return self._show(self._decoder.push([token]), last=False)
+
+    def flush(self) -> str:
+        """What is still held back, at the end of a sample that no stop string ended."""
+        return self._show(self._decoder.flush(), last=True)[0]
+
+    def _show(self, new: str, last: bool) -> tuple[str, bool]:
+        pending = self._held + new
+        found = [at for at in (pending.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            cut = min(found)
+            self._held = ""
+        else:
+            could_begin = (n for stop in self._stops for n in range(1, len(stop)) if pending.endswith(stop[:n]))
+            cut = len(pending) - (0 if last else max(could_begin, default=0))
+            self._held = pending[cut:]
+        self.text += pending[:cut]
+        return pending[:cut], bool(found)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of the command line, or of standard input if it names none.
+
+    Raises:
+        JobError: a file that cannot be read, or no prompt at all.
+    """
+    prompts = list(args.prompt)
+    for name in args.prompt_file:
+        try:
+            prompts.append(sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"--prompt-file {name}: {getattr(error, 'strerror', None) or error}") from None
+    if not prompts:
+        if sys.stdin.isatty():
+            raise JobError("no prompt: give --prompt or --prompt-file, or write one to standard input")
+        prompts.append(sys.stdin.read())
+    return prompts
+
+
+def load_model(job_config: Any, checkpoint: str | None, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The job's model in eval mode with a checkpoint's weights; A_log and dt_bias stay FP32.
+
+    Raises:
+        JobError, CheckpointError: one line that says what is wrong.
+    """
+    where = checkpoint or job_config.job.dump_folder
+    found = resolve_checkpoint(where)
+    with torch.device("meta"):
+        model = Decoder(model_args_of(job_config))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    model.load_state_dict(read_weights(found, shapes), strict=True, assign=True)
+    step = "" if found.step is None else f", step {found.step}"
+    print(f"{found.path}{step}: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
+    return model.to(device, dtype).eval()
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise JobError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _report(speed: Speed) -> None:
+    def rate(tokens: int, seconds: float) -> str:
+        return f"{tokens} tokens in {seconds:.2f} s" + (f", {tokens / seconds:,.0f} a second" if seconds > 0 else "")
+
+    if speed.prefill_tokens:
+        print(f"prefill: {rate(speed.prefill_tokens, speed.prefill_seconds)}", file=sys.stderr)
+    if speed.decode_tokens:
+        print(f"decode: {rate(speed.decode_tokens, speed.decode_seconds)}", file=sys.stderr)
+
+
+class Printer:
+    """Writes samples to standard output: a single one as it grows, several each when it ends."""
+
+    def __init__(self, args: argparse.Namespace, prompts: list[str], streams: list[TextStream], samples: list[Sample]):
+        self.as_json, self.seed = args.json, args.seed
+        self.prompts, self.streams, self.samples = prompts, streams, samples
+        self.live = len(samples) == 1 and not args.json
+        self.ended: set[int] = set()
+        if self.live:
+            print(prompts[0], end="", flush=True)
+
+    def token(self, i: int, token: int) -> bool:
+        shown, stopped = self.streams[i].push(token)
+        if self.live:
+            print(shown, end="", flush=True)
+        return stopped
+
+    def end(self, i: int) -> None:
+        if i in self.ended:
+            return
+        self.ended.add(i)
+        sample, stream = self.samples[i], self.streams[i]
+        rest = "" if sample.finished == "stop" else stream.flush()
+        if self.live:
+            print(rest, flush=True)
+        elif self.as_json:
+            row = {
+                "prompt": self.prompts[i],
+                "text": stream.text,
+                "tokens": sample.tokens,
+                "finished": sample.finished or "interrupted",
+                "seed": self.seed,
+                "sample": i,
+            }
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+        else:
+            print(f"---- sample {i + 1} of {len(self.samples)} ----\n{self.prompts[i]}{stream.text}", flush=True)
+
+
+def run(args: argparse.Namespace, settings: list[str]) -> int:
+    check_sampling(args, "--")
+    if args.num_samples < 1:
+        raise JobError(f"--num-samples must be at least 1, got {args.num_samples}")
+    if any(not stop for stop in args.stop):
+        raise JobError("--stop must not be empty")
+    job_config = load_job([f"--job.config_file={args.job}", *settings], reads_data=False)
+    device = _device(args.device)
+    dtype = DTYPES[args.dtype] if args.dtype else (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        tokenizer = build_tokenizer(job_config)
+        check_vocab(tokenizer, model_args_of(job_config).vocab_size)
+    except (ValueError, FileNotFoundError) as error:
+        raise JobError(str(error)) from None
+    texts = read_prompts(args)
+    encoded = [tokenizer.encode(text, add_bos=True, add_eos=False) for text in texts]
+    if not all(encoded):
+        raise JobError("a prompt has no tokens, and the tokenizer has no beginning-of-sequence token to start from")
+    model = load_model(job_config, args.checkpoint, device, dtype)
+
+    samples = [
+        Sample(list(tokens), key=f"{i}/{n}") for i, tokens in enumerate(encoded) for n in range(args.num_samples)
+    ]
+    prompts = [text for text in texts for _ in range(args.num_samples)]
+    streams = [TextStream(tokenizer, sample.prompt, args.stop) for sample in samples]
+    printer = Printer(args, prompts, streams, samples)
+    speed = Speed()
+    status = 0
+    try:
+        generate(
+            model,
+            samples,
+            settings_of(args),
+            eos_id=None if args.ignore_eos else tokenizer.eos_id,
+            vocab_size=tokenizer.get_vocab_size(),
+            device=device,
+            on_token=printer.token,
+            on_end=printer.end,
+            speed=speed,
+        )
+    except KeyboardInterrupt:
+        status = 130
+    for i in range(len(samples)):
+        printer.end(i)
+    _report(speed)
+    return status
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, settings = build_parser().parse_known_args(argv)
+    try:
+        return run(args, settings)
+    except (JobError, CheckpointError) as error:
+        print(f"titan_kda.sample: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
