@@ -5,8 +5,6 @@ A_log and dt_bias; the low-rank projections before them are replicated; the outp
 layers the stream is split along the sequence.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
@@ -94,6 +92,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
     return decoder
 
 
+# DDP checks the annotations, so they are objects here and not strings.
 def _sum_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's reduction without its average: the loss is divided by the global number of tokens already."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
