@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets, without_autocast
+from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets
 
 LN_2 = math.log(2.0)
 MAX_A_LOG = 88.72
@@ -33,9 +33,10 @@ def _without_autocast(function: _Function) -> _Function:
     """The function (or the backward) computes in its tensors' own type, inside an autocast region too."""
 
     @functools.wraps(function)
-    def call(first, *args, **kwargs):
-        with without_autocast(first if isinstance(first, Tensor) else args[0]):
-            return function(first, *args, **kwargs)
+    def call(*args, **kwargs):
+        devices = (x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with torch.autocast(next(devices, "cpu"), enabled=False):
+            return function(*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
 
