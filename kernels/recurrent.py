@@ -15,7 +15,6 @@ loading a token's row while the one before it is worked on.
 before l2norm, the gate function and the sigmoid: one launch for four.
 """
 
-import contextlib
 import math
 
 import torch
@@ -23,11 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._device import on_device
 from ._operator import (
     FLOAT_DTYPES,
-    LOG2_E,
     MAX_KEY_WIDTH,
-    MIN_LOG2_DECAY,
     check_core_inputs,
     check_device,
     check_dtype,
@@ -41,7 +39,8 @@ from ._operator import (
     wants_grad,
     without_autocast,
 )
-from .configs import recurrent_config, recurrent_step_config
+from .configs import RecurrentConfig, recurrent_config, recurrent_step_config
+from .gate import gate_log2_decay, gate_slope
 from .reference import naive_recurrent_kda, naive_recurrent_kda_step
 
 GATES = ("bounded", "softplus")
@@ -52,7 +51,7 @@ L2NORM_EPS = 1e-6
 
 @triton.jit
 def _advance(state, q, k, v, decay, beta):
-    """One token of the recurrence on a state tile [K, BLOCK_V]; every operand is FP32."""
+    """One token of the recurrence on a state tile [K, BLOCK_V], before the output's scale; every operand is FP32."""
     state *= decay[:, None]
     residual = beta * (v - tl.sum(state * k[:, None], axis=0))
     state += k[:, None] * residual[None, :]
@@ -61,19 +60,7 @@ def _advance(state, q, k, v, decay, beta):
 
 # Whatever differs between two calls that hand the state over (T, whether there is an initial state) is a runtime
 # argument that is never specialised on: both then run one binary, which is what makes the hand-over exact to the bit.
-@triton.jit(
-    do_not_specialize=[
-        "T",
-        "H",
-        "q_stride_b",
-        "k_stride_b",
-        "v_stride_b",
-        "g_stride_b",
-        "beta_stride_b",
-        "has_initial_state",
-        "has_final_state",
-    ]
-)
+@triton.jit(do_not_specialize=["T", "H", "has_initial_state", "has_final_state"])
 def _recurrent_kda_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -171,13 +158,13 @@ def _recurrent_kda_kernel(
             next_beta = tl.load(beta_ptrs)
             state, output = _advance(
                 state,
-                q.to(tl.float32) * scale,
+                q.to(tl.float32),
                 k.to(tl.float32),
                 v.to(tl.float32),
                 tl.exp2(gate),  # a gate of -inf gives 0: a full reset, since the state is finite
                 beta.to(tl.float32),
             )
-            tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=in_v)
+            tl.store(output_ptrs, (output * scale).to(output_ptr.dtype.element_ty), mask=in_v)
             output_ptrs += H * V
             q, k, v, gate, beta = next_q, next_k, next_v, next_gate, next_beta
 
@@ -187,16 +174,6 @@ def _recurrent_kda_kernel(
 @triton.jit
 def _l2_normalised(x, eps):
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + eps)
-
-
-@triton.jit
-def _log1p_exp(x):
-    """log(1 + e^x) with a small relative error for every x: log1p by the ratio that undoes the rounding of 1 + e."""
-    e = tl.exp(-tl.abs(x))
-    one_plus_e = 1.0 + e
-    rounded = one_plus_e - 1.0
-    log1p = tl.where(rounded == 0.0, e, tl.log(one_plus_e) * (e / tl.where(rounded == 0.0, 1.0, rounded)))
-    return tl.maximum(x, 0.0) + log1p
 
 
 @triton.jit(do_not_specialize=["slots", "H"])
@@ -243,10 +220,9 @@ def _recurrent_kda_step_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HAS_INDICES: tl.constexpr,
+    DENSE_TILE: tl.constexpr,
     BOUNDED: tl.constexpr,
     EPS: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    MIN_LOG2_DECAY: tl.constexpr,
 ):
     pid = tl.program_id(0)
     v_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -265,38 +241,36 @@ def _recurrent_kda_step_kernel(
     in_v = columns < V
     wide_rows = rows.to(tl.int64)
     wide_columns = columns.to(tl.int64)
-    # The state's tile is nearly all of the bytes: it is asked for first, and the row's arithmetic hides in its wait.
-    state_ptrs = state_ptr + slot * state_stride_n + head * state_stride_h
-    state_ptrs += wide_rows[:, None] * state_stride_k + wide_columns[None, :] * state_stride_v
-    slot_of_column = slot + tl.zeros_like(wide_columns)
-    live = (slot_of_column >= 0) & (slot_of_column < slots)
-    in_state = in_k[:, None] & (in_v & live)[None, :]
-    state = tl.load(state_ptrs, mask=in_state, other=0.0)
-
+    # The token's rows do not wait for the slot: they are asked for before the state's tile, which does.
     q = tl.load(q_ptr + sequence * q_stride_n + head * q_stride_h + wide_rows * q_stride_k, mask=in_k, other=0.0)
     k = tl.load(k_ptr + sequence * k_stride_n + head * k_stride_h + wide_rows * k_stride_k, mask=in_k, other=0.0)
     v = tl.load(v_ptr + sequence * v_stride_n + head * v_stride_h + wide_columns * v_stride_v, mask=in_v, other=0.0)
     raw_ptrs = raw_gate_ptr + sequence * gate_stride_n + head * gate_stride_h + wide_rows * gate_stride_k
-    raw = tl.load(raw_ptrs, mask=in_k, other=0.0).to(tl.float32)
-    raw += tl.load(dt_bias_ptr + head * bias_stride_h + wide_rows * bias_stride_k, mask=in_k, other=0.0)
-    beta = tl.load(beta_logits_ptr + sequence * beta_stride_n + head * beta_stride_h).to(tl.float32)
-    # exp(A_log) is held to the finite range, so that 0 times it is 0.
-    A = tl.minimum(tl.exp(tl.load(A_log_ptr + head * A_stride)), 3.4028234663852886e38)
-    if BOUNDED:
-        log_decay = lower_bound * tl.sigmoid(A * raw)
-    else:
-        log_decay = -A * _log1p_exp(raw)
-    decay = tl.exp2(tl.maximum(log_decay * LOG2_E, MIN_LOG2_DECAY))
+    raw = tl.load(raw_ptrs, mask=in_k, other=0.0)
+    bias = tl.load(dt_bias_ptr + head * bias_stride_h + wide_rows * bias_stride_k, mask=in_k, other=0.0)
+    beta = tl.load(beta_logits_ptr + sequence * beta_stride_n + head * beta_stride_h)
+    A_log = tl.load(A_log_ptr + head * A_stride)
 
+    slot_of_column = slot + tl.zeros_like(wide_columns)
+    live = (slot_of_column >= 0) & (slot_of_column < slots)
+    in_state = in_k[:, None] & (in_v & live)[None, :]
+    state_ptrs = state_ptr + slot * state_stride_n + head * state_stride_h
+    if DENSE_TILE:  # state[slot, head] is one contiguous [K, V] block
+        state_ptrs += rows[:, None] * V + columns[None, :]
+    else:
+        state_ptrs += wide_rows[:, None] * state_stride_k + wide_columns[None, :] * state_stride_v
+    state = tl.load(state_ptrs, mask=in_state, other=0.0)
+
+    log2_decay = gate_log2_decay(raw.to(tl.float32) + bias, gate_slope(A_log), lower_bound, BOUNDED)
     state, output = _advance(
         state,
-        _l2_normalised(q.to(tl.float32), EPS) * scale,
+        _l2_normalised(q.to(tl.float32), EPS),
         _l2_normalised(k.to(tl.float32), EPS),
         v.to(tl.float32),
-        decay,
-        beta_scale * tl.sigmoid(beta),
+        tl.exp2(log2_decay),
+        beta_scale * tl.sigmoid(beta.to(tl.float32)),
     )
-    output = tl.where(live, output, 0.0)
+    output = tl.where(live, output * scale, 0.0)
     output_ptrs = output_ptr + head_row.to(tl.int64) * V + wide_columns
     tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=in_v)
     tl.store(state_ptrs, state, mask=in_state)
@@ -305,12 +279,7 @@ def _recurrent_kda_step_kernel(
 # ---- launchers ----
 
 
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def _recurrent_kda_triton(
+def launch_recurrent_kda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -319,7 +288,9 @@ def _recurrent_kda_triton(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     output_final_state: bool,
+    config: RecurrentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """recurrent_kda on checked arguments; ``config`` overrides the tuned launch configuration."""
     batch, tokens, heads, key_width = q.shape
     value_width = v.shape[3]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -331,9 +302,9 @@ def _recurrent_kda_triton(
         return output, final_state
     if initial_state is not None and (not initial_state.is_contiguous() or initial_state.data_ptr() % 16):
         initial_state = initial_state.clone(memory_format=torch.contiguous_format)
-    config = recurrent_config(key_width, value_width)
+    config = config or recurrent_config(key_width, value_width)
     blocks = triton.cdiv(value_width, config.block_v)
-    with _on_device(q):
+    with on_device(q):
         _recurrent_kda_kernel[(sequences * heads * blocks,)](
             q,
             k,
@@ -364,7 +335,7 @@ def _recurrent_kda_triton(
     return output, final_state
 
 
-def _recurrent_kda_step_triton(
+def launch_recurrent_kda_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -377,15 +348,17 @@ def _recurrent_kda_step_triton(
     gate: str,
     lower_bound: float,
     beta_scale: float,
+    config: RecurrentConfig | None = None,
 ) -> Tensor:
+    """recurrent_kda_step on checked arguments; ``config`` overrides the tuned launch configuration."""
     sequences, heads, key_width = q.shape
     value_width = v.shape[2]
     output = torch.empty(sequences, heads, value_width, dtype=q.dtype, device=q.device)
     if output.numel() == 0:
         return output
-    config = recurrent_step_config(key_width, value_width)
+    config = config or recurrent_step_config(key_width, value_width)
     blocks = triton.cdiv(value_width, config.block_v)
-    with _on_device(q):
+    with on_device(q):
         _recurrent_kda_step_kernel[(sequences * heads * blocks,)](
             q,
             k,
@@ -416,10 +389,9 @@ def _recurrent_kda_step_triton(
             BLOCK_K=max(triton.next_power_of_2(key_width), 16),
             BLOCK_V=config.block_v,
             HAS_INDICES=state_indices is not None,
+            DENSE_TILE=state.stride()[2:] == (value_width, 1),
             BOUNDED=gate == "bounded",
             EPS=L2NORM_EPS,
-            LOG2_E=LOG2_E,
-            MIN_LOG2_DECAY=MIN_LOG2_DECAY,
             num_warps=config.num_warps,
         )
     return output
@@ -492,7 +464,7 @@ def _recurrent_kda_kernel_impl(
 ) -> tuple[Tensor, Tensor]:
     arguments = (q, k, v, gate, beta, initial_state, cu_seqlens, output_final_state)
     if impl == "triton":
-        return _recurrent_kda_triton(*arguments)
+        return launch_recurrent_kda(*arguments)
     output, final_state = _recurrent_kda_reference(*arguments)
     if final_state is None:
         return output.contiguous(), empty_like_optional(q, False, (), torch.float32)
@@ -517,7 +489,7 @@ _recurrent_kda_op = register(
 def _recurrent_kda_step_impl(
     q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, state_indices, gate, lower_bound, beta_scale, impl
 ) -> Tensor:
-    run = _recurrent_kda_step_triton if impl == "triton" else _recurrent_kda_step_reference
+    run = launch_recurrent_kda_step if impl == "triton" else _recurrent_kda_step_reference
     return run(q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, state_indices, gate, lower_bound, beta_scale)
 
 

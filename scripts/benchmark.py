@@ -1,0 +1,565 @@
+"""Times the operators beside their peers: python scripts/benchmark.py SUITE [--json FILE] [--filter TEXT] ...
+
+How it measures. Each contender's calls are captured in a CUDA graph, over enough sets of buffers that the L2 cache is
+cold when a set comes round again, every output kept alive so that no two calls write to one place. The contenders of a
+row take turns, round by round, in this one process; the time of a call is the median over the rounds, and the spread is
+from the 10th to the 90th percentile. Before it is timed, a contender's output is compared with the row's FP64
+reference. The floor of a row is the bytes that it must move, each input read once and each output written once, over
+the copy bandwidth measured in the same run. A time holds only beside the others of its own run.
+
+A suite is a function marked with ``@suite``: it takes a Bench and calls ``bench.row(...)``.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+LOG2_E = 1.4426950408889634
+L2_BYTES = 60 << 20  # an H200's; what the buffers are rotated against is the device's own, where PyTorch tells it
+
+Call = Callable[[], Any]
+
+# ---- timing ----
+
+
+def l2_bytes() -> int:
+    return getattr(torch.cuda.get_device_properties(0), "L2_cache_size", L2_BYTES)
+
+
+def buffer_sets(bytes_per_call: float, *, most: int = 64) -> int:
+    """How many sets of buffers to rotate: together at least three times the L2."""
+    return max(2, min(most, math.ceil(3 * l2_bytes() / max(bytes_per_call, 1))))
+
+
+@dataclass
+class Timing:
+    """Microseconds of one call: the median over rounds, and the 10th and 90th percentiles."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+
+
+def capture(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    """One graph of all the calls, one after another; their outputs stay alive, each with a place of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:  # compiles and autotunes, outside the capture
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    outputs = []
+    with torch.cuda.graph(graph):
+        for call in calls:
+            outputs.append(call())
+    return graph, outputs
+
+
+def time_in_turns(
+    contenders: dict[str, Sequence[Call]], *, rounds: int = 25, least_us: float = 300
+) -> dict[str, Timing]:
+    """Times contenders in turns: each is a list of calls, one for each set of buffers, captured in one graph.
+
+    A measured interval is at least ``least_us`` long: short graphs are replayed several times in a row.
+    """
+    graphs, repeats, kept = {}, {}, []
+    for name, calls in contenders.items():
+        graphs[name], outputs = capture(calls)
+        kept.append(outputs)
+
+    def interval(name: str, times: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            graphs[name].replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    for name in contenders:
+        interval(name, 2)  # the first replay uploads the graph
+        repeats[name] = max(1, math.ceil(least_us / interval(name, 2) * 2))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, calls in contenders.items():
+            samples[name].append(interval(name, repeats[name]) / (repeats[name] * len(calls)))
+    timings = {}
+    for name, values in samples.items():
+        deciles = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
+        timings[name] = Timing(statistics.median(values), deciles[0], deciles[-1])
+    return timings
+
+
+def copy_bandwidth(gigabytes: float = 2.0, times: int = 10) -> float:
+    """Bytes a second of a device-to-device copy, read and write counted; eager, since a graph's copy node is slower."""
+    source = torch.empty(int(gigabytes * 2**30) // 4, device="cuda").normal_()
+    target = torch.empty_like(source)
+    samples = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        samples.append(times * 2 * source.numel() * 4 / (start.elapsed_time(end) * 1e-3))
+    return statistics.median(samples)
+
+
+# ---- rows and suites ----
+
+
+@dataclass
+class Contender:
+    """One implementation of a row's work: ``make(inputs)`` gives a call on one set of inputs."""
+
+    name: str
+    make: Callable[[Any], Call]
+    output: Callable[[Any], torch.Tensor] = lambda result: result  # what of a call's result is compared
+    note: str = ""
+
+
+@dataclass
+class Result:
+    """One line of the table."""
+
+    suite: str
+    work: str
+    contender: str
+    us: float
+    low_us: float
+    high_us: float
+    bytes: float
+    floor_us: float
+    error: float | None = None
+
+    @property
+    def tb_per_s(self) -> float:
+        return self.bytes / self.us * 1e-6
+
+    @property
+    def of_floor(self) -> float:
+        return self.floor_us / self.us
+
+
+@dataclass
+class Bench:
+    """What a suite is given: the options, the run's copy bandwidth, and ``row`` to time one piece of work."""
+
+    suite: str
+    bandwidth: float
+    rounds: int = 25
+    filter: str = ""
+    peers: bool = True
+    tune: bool = False
+    results: list[Result] = field(default_factory=list)
+
+    def wanted(self, work: str) -> bool:
+        return self.filter in work
+
+    def row(
+        self,
+        work: str,
+        contenders: Iterable[Contender],
+        make_inputs: Callable[[int], Any],
+        *,
+        bytes_moved: float,
+        reference: Callable[[Any], torch.Tensor] | None = None,
+        most_sets: int = 64,
+        most_calls: int = 64,
+    ) -> None:
+        """Times one piece of work.
+
+        Args:
+            work: the row's name; rows without the option --filter's text in it are skipped.
+            contenders: who does it.
+            make_inputs: one set of buffers from a seed.
+            bytes_moved: the fewest bytes that a call must read and write: the floor.
+            reference: the FP64 result on a set of buffers, or its first rows along axis 0.
+            most_sets, most_calls: limits on the sets of buffers and on the calls in a graph.
+        """
+        if not self.wanted(work):
+            return
+        sets = [make_inputs(seed) for seed in range(min(buffer_sets(bytes_moved), most_sets))]
+        calls_in_graph = max(len(sets), min(most_calls, math.ceil(200 / (bytes_moved / self.bandwidth * 1e6 + 4))))
+        errors, calls = {}, {}
+        want = reference(sets[0]) if reference is not None else None
+        for contender in contenders:
+            if want is not None:
+                got = contender.output(contender.make(sets[0])())[: want.shape[0]].double()
+                errors[contender.name] = ((got - want).norm() / want.norm()).item()
+            calls[contender.name] = [contender.make(sets[i % len(sets)]) for i in range(calls_in_graph)]
+        floor_us = bytes_moved / self.bandwidth * 1e6
+        for name, timing in time_in_turns(calls, rounds=self.rounds).items():
+            line = Result(
+                self.suite,
+                work,
+                name,
+                timing.median_us,
+                timing.low_us,
+                timing.high_us,
+                bytes_moved,
+                floor_us,
+                errors.get(name),
+            )
+            self.results.append(line)
+            print_result(line)
+        del sets, calls
+        torch.cuda.empty_cache()
+
+
+SUITES: dict[str, Callable[[Bench], None]] = {}
+
+
+def suite(name: str) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
+    """Registers a suite; its docstring's first line is its help."""
+
+    def add(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
+        SUITES[name] = function
+        return function
+
+    return add
+
+
+HEADER = (
+    f"{'work':<34}{'contender':<38}{'us':>9}{'10% to 90%':>18}{'TB/s':>7}{'floor us':>10}{'% floor':>9}{'error':>9}"
+)
+
+
+def print_result(line: Result) -> None:
+    error = "" if line.error is None else f"{line.error:.0e}"
+    spread = f"{line.low_us:.2f} - {line.high_us:.2f}"
+    print(
+        f"{line.work:<34}{line.contender:<38}{line.us:>9.2f}{spread:>18}{line.tb_per_s:>7.2f}{line.floor_us:>10.2f}"
+        f"{100 * line.of_floor:>9.1f}{error:>9}",
+        flush=True,
+    )
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on: none holds without it."""
+    device = torch.cuda.get_device_properties(0)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": device.name,
+        "sms": device.multi_processor_count,
+        "l2_mib": l2_bytes() >> 20,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "fla-core": version("fla-core"),
+        "attn-gym": version("attn-gym"),
+        "nvidia-cudnn-frontend": version("nvidia-cudnn-frontend"),
+    }
+
+
+# ---- decode: recurrent_kda and recurrent_kda_step ----
+
+
+def scan_inputs(sequences: int, tokens: int, heads: int, width: int = 128) -> Callable[[int], dict[str, torch.Tensor]]:
+    """bf16 rows with unit q and k, an FP32 decay of about half a bit a token, and FP32 states."""
+
+    def make(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", generator=generator)
+
+        rows = (sequences, tokens, heads)
+        return dict(
+            q=torch.nn.functional.normalize(normal(*rows, width), dim=-1).bfloat16(),
+            k=torch.nn.functional.normalize(normal(*rows, width), dim=-1).bfloat16(),
+            v=normal(*rows, width).bfloat16(),
+            gate=-normal(*rows, width).abs() * 0.6,
+            beta=torch.sigmoid(normal(*rows)),
+            state=normal(sequences, heads, width, width),
+        )
+
+    return make
+
+
+def scan_bytes(sequences: int, tokens: int, heads: int, width: int = 128) -> float:
+    state = 2 * 4 * width * width
+    row = 3 * 2 * width + 4 * width + 4 + 2 * width  # q, k, v; gate; beta; output
+    return sequences * heads * (state + tokens * row)
+
+
+def naive_scan(x: dict[str, torch.Tensor], most: int = 2) -> torch.Tensor:
+    """FP64, for the first sequences alone: it says whether a contender computes this row's function at all."""
+    from titan_kda.kernels.reference import naive_recurrent_kda
+
+    first = {name: tensor[:most].double() for name, tensor in x.items()}
+    return naive_recurrent_kda(*(first[name] for name in ("q", "k", "v", "gate", "beta", "state")))[0]
+
+
+def our_scan(block_v: int | None = None, num_warps: int | None = None) -> Contender:
+    from titan_kda.kernels import recurrent_kda
+    from titan_kda.kernels.configs import RecurrentConfig
+    from titan_kda.kernels.recurrent import launch_recurrent_kda
+
+    if block_v is None or num_warps is None:
+        return Contender(
+            "titan_kda.recurrent_kda",
+            lambda x: (
+                lambda: recurrent_kda(x["q"], x["k"], x["v"], x["gate"], x["beta"], x["state"], output_final_state=True)
+            ),
+            output=lambda result: result[0],
+        )
+    config = RecurrentConfig(block_v, num_warps)
+    return Contender(
+        f"  block_v {block_v}, {num_warps} warps",
+        lambda x: (
+            lambda: launch_recurrent_kda(x["q"], x["k"], x["v"], x["gate"], x["beta"], x["state"], None, True, config)
+        ),
+        output=lambda result: result[0],
+    )
+
+
+def scan_peers() -> list[Contender]:
+    peers = []
+    if version("fla-core"):
+        from fla.ops.kda import fused_recurrent_kda
+
+        def fla(x):  # natural log decay; the same state layout
+            gate = x["gate"] / LOG2_E
+            return lambda: fused_recurrent_kda(
+                x["q"], x["k"], x["v"], gate, x["beta"], initial_state=x["state"], output_final_state=True
+            )
+
+        peers.append(Contender("fla fused_recurrent_kda", fla, output=lambda result: result[0]))
+    if version("attn-gym"):
+        from attn_gym.linear import recurrent_kda
+
+        def gym(x):  # natural log decay; the state is [V, K]
+            gate, state = x["gate"] / LOG2_E, x["state"].mT.contiguous()
+            return lambda: recurrent_kda(
+                x["q"], x["k"], x["v"], gate, x["beta"], initial_state=state, output_final_state=True
+            )
+
+        peers.append(Contender("attn_gym recurrent_kda", gym, output=lambda result: result[0]))
+    return peers
+
+
+def step_inputs(sequences: int, heads: int, width: int = 128) -> Callable[[int], dict[str, torch.Tensor]]:
+    """What a layer holds in decode: bf16 rows and logits, the gate's FP32 parameters, FP32 states."""
+
+    def make(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", generator=generator)
+
+        return dict(
+            q=normal(sequences, heads, width).bfloat16(),
+            k=normal(sequences, heads, width).bfloat16(),
+            v=normal(sequences, heads, width).bfloat16(),
+            raw_gate=normal(sequences, heads, width).bfloat16(),
+            beta_logits=normal(sequences, heads).bfloat16(),
+            A_log=normal(heads),
+            dt_bias=normal(heads, width),
+            state=normal(sequences, heads, width, width),
+            indices=torch.randperm(sequences, device="cuda", generator=generator).int(),
+        )
+
+    return make
+
+
+def step_bytes(sequences: int, heads: int, width: int = 128) -> float:
+    return sequences * (heads * (2 * 4 * width * width + 5 * 2 * width + 2) + 4) + heads * (width + 1) * 4
+
+
+STEP_ROWS = ("q", "k", "v", "raw_gate", "beta_logits", "A_log", "dt_bias")
+
+
+def naive_step(x: dict[str, torch.Tensor], most: int = 2) -> torch.Tensor:
+    from titan_kda.kernels.reference import naive_recurrent_kda_step
+
+    slots = x["indices"][:most].long()
+    rows = [x[name].double() if name in ("A_log", "dt_bias") else x[name][:most].double() for name in STEP_ROWS]
+    return naive_recurrent_kda_step(*rows, x["state"][slots].double())
+
+
+def our_step(block_v: int | None = None, num_warps: int | None = None) -> Contender:
+    from titan_kda.kernels import recurrent_kda_step
+    from titan_kda.kernels.configs import RecurrentConfig
+    from titan_kda.kernels.recurrent import launch_recurrent_kda_step
+
+    if block_v is None or num_warps is None:
+
+        def fused(x):
+            state = x["state"].clone()  # every contender advances a pool of its own
+            rows = [x[name] for name in STEP_ROWS]
+            return lambda: recurrent_kda_step(*rows, state, state_indices=x["indices"])
+
+        return Contender("titan_kda.recurrent_kda_step", fused)
+    config = RecurrentConfig(block_v, num_warps)
+
+    def tuned(x):
+        state = x["state"].clone()
+        rows = [x[name] for name in STEP_ROWS]
+        return lambda: launch_recurrent_kda_step(*rows, state, x["indices"], "bounded", -5.0, 1.0, config)
+
+    return Contender(f"  block_v {block_v}, {num_warps} warps", tuned)
+
+
+def separate_operators() -> Contender:
+    """What the fused step replaces: l2norm of q and k in one launch, the gate, the sigmoid, and recurrent_kda. It reads
+    and writes the states where they lie, so it needs no gathering by slot: the comparison favours it."""
+    from titan_kda.kernels import bounded_gate_cumsum, l2norm, recurrent_kda
+
+    def make(x):
+        slots = x["indices"].long()
+        state = x["state"][slots]
+        qk = torch.stack([x["q"], x["k"]])
+        v, raw_gate, beta_logits = x["v"][:, None], x["raw_gate"][:, None], x["beta_logits"][:, None]
+
+        def call():
+            q, k = l2norm(qk).unsqueeze(2)
+            gate = bounded_gate_cumsum(raw_gate, x["A_log"], x["dt_bias"], chunk_size=1)
+            return recurrent_kda(q, k, v, gate, torch.sigmoid(beta_logits), state, output_final_state=True)
+
+        return call
+
+    return Contender("l2norm, gate, sigmoid, recurrent_kda", make, output=lambda result: result[0][:, 0])
+
+
+def step_peers() -> list[Contender]:
+    peers = []
+    if version("fla-core"):
+        from fla.ops.kda import fused_recurrent_kda
+
+        def fla(x):  # its state goes to a new tensor, not into the pool
+            state = x["state"][x["indices"].long()]
+            q, k, v, raw_gate, beta = (x[name][:, None] for name in STEP_ROWS[:5])
+            dt_bias = x["dt_bias"].flatten()
+            return lambda: fused_recurrent_kda(
+                q,
+                k,
+                v,
+                raw_gate,
+                beta,
+                x["A_log"],
+                dt_bias,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                lower_bound=-5.0,
+            )
+
+        peers.append(Contender("fla fused_recurrent_kda, all in kernel", fla, output=lambda result: result[0][:, 0]))
+    if version("attn-gym"):
+        from attn_gym.linear import recurrent_kda_decode
+
+        def gym(x):  # slot 0 is its padding; the state is [V, K]
+            state = torch.cat([x["state"][:1], x["state"]]).mT.contiguous()
+            packed = torch.cat([x[name].flatten(1) for name in ("q", "k", "v")], 1)
+            raw_gate, raw_beta, slots = x["raw_gate"][None], x["beta_logits"][None], x["indices"] + 1
+            return lambda: recurrent_kda_decode(packed, raw_gate, raw_beta, x["A_log"], x["dt_bias"], state, slots)
+
+        peers.append(Contender("attn_gym recurrent_kda_decode", gym, output=lambda result: result[0]))
+    return peers
+
+
+TILES = [(8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (32, 4), (64, 4)]
+
+
+@suite("decode")
+def decode(bench: Bench) -> None:
+    """recurrent_kda over one token, 8 x 64 and 1 x 512 tokens, and the fused decode step; K = V = 128, 32 heads."""
+    heads = 32
+    for sequences, tokens in [(1, 1), (8, 1), (64, 1), (256, 1), (1024, 1), (8, 64), (1, 512)]:
+        contenders = [our_scan()]
+        contenders += [our_scan(*tile) for tile in TILES] if bench.tune else []
+        contenders += scan_peers() if bench.peers else []
+        bench.row(
+            f"scan N {sequences} x H {heads}, T {tokens}",
+            contenders,
+            scan_inputs(sequences, tokens, heads),
+            bytes_moved=scan_bytes(sequences, tokens, heads),
+            reference=naive_scan,
+        )
+    for sequences in (1, 8, 64, 256, 1024):
+        contenders = [our_step()]
+        contenders += [our_step(*tile) for tile in TILES] if bench.tune else []
+        contenders += [separate_operators(), *(step_peers() if bench.peers else [])]
+        bench.row(
+            f"step N {sequences} x H {heads}",
+            contenders,
+            step_inputs(sequences, heads),
+            bytes_moved=step_bytes(sequences, heads),
+            reference=naive_step,
+        )
+
+
+# ---- the command ----
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n", 1)[0],
+        epilog="suites:\n"
+        + "\n".join(f"  {name:<10}{(run.__doc__ or '').split(chr(10))[0]}" for name, run in SUITES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("suite", choices=[*SUITES, "all"], help="what to time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the run as JSON")
+    parser.add_argument("--filter", default="", metavar="TEXT", help="only the rows whose work contains TEXT")
+    parser.add_argument("--rounds", type=int, default=25, help="rounds of turns; default %(default)s")
+    parser.add_argument("--no-peers", action="store_true", help="leave other libraries' operators out")
+    parser.add_argument("--tune", action="store_true", help="also time each candidate launch configuration")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device: these are timings of GPU kernels")
+
+    warnings.filterwarnings("ignore", module="fla")
+    about = machine()
+    about["copy_tb_per_s"] = copy_bandwidth() / 1e12
+    print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
+    results: list[Result] = []
+    for name in SUITES if options.suite == "all" else [options.suite]:
+        print(f"\n{name}\n{HEADER}")
+        bench = Bench(
+            name,
+            about["copy_tb_per_s"] * 1e12,
+            rounds=options.rounds,
+            filter=options.filter,
+            peers=not options.no_peers,
+            tune=options.tune,
+        )
+        SUITES[name](bench)
+        results += bench.results
+    if options.json:
+        lines = [{**asdict(line), "tb_per_s": line.tb_per_s, "of_floor": line.of_floor} for line in results]
+        options.json.write_text(json.dumps({"machine": about, "results": lines}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
