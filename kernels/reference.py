@@ -41,6 +41,12 @@ def _without_autocast(function: _Function) -> _Function:
     return call  # pyright: ignore[reportReturnType]
 
 
+def _exp2(x: Tensor) -> Tensor:
+    """2^x. On a CPU torch.exp2 gives other bits where an element falls into a loop's remainder; torch.exp does not, so
+    that a sequence's results do not depend on what else is in the batch."""
+    return (LN_2 * x).exp()
+
+
 # ---- the recurrence ----
 
 
@@ -83,7 +89,7 @@ def naive_recurrent_kda(
     finished: list[Tensor] = []
     for q_t, k_t, v_t, gate_t, beta_t in zip(*inputs):  # [running, H, K], ... [running, H]
         state = _retire(state, q_t.shape[0], finished)
-        state = state * gate_t.exp2().unsqueeze(-1)  # decay
+        state = state * _exp2(gate_t).unsqueeze(-1)  # decay
         residual = beta_t.unsqueeze(-1) * (v_t - _read(state, k_t))  # against the decayed state
         state = state + k_t.unsqueeze(-1) * residual.unsqueeze(-2)  # rank-one write
         outputs.append(_read(state, scale * q_t))  # from the updated state
@@ -209,12 +215,12 @@ def naive_chunk_kda(
 
     products: Tensor = _DecayedProducts.apply(torch.stack([q, beta * k], -2), k, G)  # pyright: ignore
     a_qk, L = products.unbind(-2)  # [chunks, H, C, C], both without their diagonals
-    decay = G.exp2()
+    decay = _exp2(G)
     u_w: Tensor = _UnitLowerSolve.apply(L, beta * torch.cat([v, k * decay], -1))  # pyright: ignore
     u, w = u_w.split([v.shape[-1], k.shape[-1]], -1)
     read = torch.cat([w, q * decay], -2)  # [chunks, H, 2 C, K]: one product with the state serves both
-    k_decayed = k * torch.where(row < last, G_last - G, 0).exp2()
-    state_decay = G_last.exp2().mT  # [chunks, H, K, 1]
+    k_decayed = k * _exp2(torch.where(row < last, G_last - G, 0))
+    state_decay = _exp2(G_last).mT  # [chunks, H, K, 1]
 
     state = steps.first_states(initial_state, v)
     values: list[Tensor] = []
@@ -288,7 +294,7 @@ def _half_decays(G: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """2^(G_i - G_r) for the later halves, 2^(G_r - G_j) for the earlier: [..., C / 2n, n, K]."""
     early, late = _halves(G, half)
     anchor = late[..., :1, :]
-    return (late - anchor).exp2(), (anchor - early).exp2()
+    return _exp2(late - anchor), _exp2(anchor - early)
 
 
 def _pairs(products: Tensor, half: int) -> Tensor:
@@ -577,7 +583,7 @@ def naive_chunk_output(
         assert k is not None and gk is None, "without a_qk, k is needed and gk cannot be"
         weights = _matmul(rows, chunks(k).mT)
         if G is not None:  # the exponent is masked: above the diagonal it may be large and positive
-            weights = weights * torch.where(causal, G - G.mT, 0).exp2()
+            weights = weights * _exp2(torch.where(causal, G - G.mT, 0))
     weights = torch.where(causal, weights, 0)
     if cu_seqlens is None:
         h = h.flatten(0, 1)
@@ -586,7 +592,7 @@ def naive_chunk_output(
         if h.shape[0] < needed:
             raise ValueError(f"naive_chunk_output: h must hold {needed} chunks for these sequences, got {h.shape[0]}")
         h = h[:needed]
-    output = _matmul(rows if G is None else rows * G.exp2(), h) + _matmul(weights, chunks(v_new))
+    output = _matmul(rows if G is None else rows * _exp2(G), h) + _matmul(weights, chunks(v_new))
     if l2norm_q:
         output = output * (rows.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
     return _from_chunks(scale * output.transpose(1, 2), batch, tokens, lengths)
