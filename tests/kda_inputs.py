@@ -95,10 +95,9 @@ def differences(cumulative_gate, cu_seqlens=None, size=64):
 
 def to_chunk(inputs, cu_seqlens=None):
     """The same inputs with the cumulative gate that the chunk form takes."""
-    summed = cumulative(inputs["gate"], cu_seqlens)
-    return {
-        "cumulative_gate" if name == "gate" else name: summed if name == "gate" else x for name, x in inputs.items()
-    }
+    inputs = {"cumulative_gate" if name == "gate" else name: x for name, x in inputs.items()}
+    inputs["cumulative_gate"] = cumulative(inputs["cumulative_gate"], cu_seqlens)
+    return inputs
 
 
 def results(function, inputs, cu_seqlens=None, grad_output=None, grad_state=None, wrt=None):
