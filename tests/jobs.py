@@ -102,7 +102,7 @@ def _python_path():
 
 def environment(**changes):
     """The environment of a process of ours: one thread, this process's titan_kda, no interpreted Triton."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     for name in ("TRITON_INTERPRET", "PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
     if _python_path() is not None:
@@ -121,7 +121,8 @@ def run_module(module, *args, cwd, timeout=120, processes=1, env=None, **kwargs)
         cwd=cwd,
         env=environment() if env is None else env,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         timeout=timeout,
         **kwargs,
     )
