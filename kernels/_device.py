@@ -9,6 +9,7 @@ over are spans of no tokens.
 """
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -61,6 +62,26 @@ def logistic(x_log2):
     instructions and a relative error of 3e-7, where a division takes eight."""
     root = tl.rsqrt(1.0 + tl.exp2(-x_log2))
     return root * root
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel that walks spans is launched.
+
+    rows: rows loaded ahead of their use. warps, per_thread: threads to a program, and channels to each of them. span:
+    the most tokens to a program. registers: the most to a thread, None for the compiler's own choice.
+    """
+
+    rows: int
+    warps: int
+    per_thread: int
+    span: int
+    registers: int | None = None
+
+    def over(self, channels: int) -> tuple[int, int, int]:
+        """Channels to a program, programs along the channels, and warps: fewer where there are few channels."""
+        block = min(32 * self.warps * self.per_thread, triton.next_power_of_2(channels))
+        return block, triton.cdiv(channels, block), max(1, block // (32 * self.per_thread))
 
 
 def span_slots(tokens: int, sequences: int, span: int, packed: bool) -> int:

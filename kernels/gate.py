@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import locate_span, logistic, mask_if, on_device, span_slots
+from ._device import Launch, locate_span, logistic, mask_if, on_device, span_slots
 from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
@@ -76,7 +76,7 @@ def _softplus(x, e):
 def gate_log2_decay(x, slope, lower_bound, BOUNDED: tl.constexpr):
     """A token's log2 decay from x = raw_gate + dt_bias and ``gate_slope``, all FP32."""
     if BOUNDED:
-        decay = (lower_bound * _LOG2_E) * logistic(x * slope)
+        decay = logistic(x * slope) * (lower_bound * _LOG2_E)
     else:
         decay = -slope * _softplus(x, tl.exp2(tl.abs(x) * -_LOG2_E))
     return tl.maximum(decay, _FLOOR)
@@ -94,7 +94,7 @@ def _gate_log2_decay_grads(grad, x, slope, lower_bound, BOUNDED: tl.constexpr, F
         s = root * root
         dx = (grad * lower_bound) * (e * s * s) * slope
         if FLOORED:
-            dx = tl.where((lower_bound * _LOG2_E) * tl.where(z > 0, s, e * s) > _FLOOR, dx, 0.0)
+            dx = tl.where(tl.where(z > 0, s, e * s) * (lower_bound * _LOG2_E) > _FLOOR, dx, 0.0)
         dx = tl.minimum(tl.maximum(dx, -_GRAD_LIMIT), _GRAD_LIMIT)
         return dx, dx * x
     else:
@@ -274,24 +274,24 @@ def _gate_parameter_grads_kernel(
 
 # ---- launchers ----
 
-_ROWS = 8
-_WARPS = 4
-_BLOCK = 128 * _WARPS  # four channels a thread: 16-byte accesses of FP32, 8-byte ones of the logits
+# Four channels a thread: 16-byte accesses of FP32, 8-byte ones of 16-bit logits. Spans hold whole chunks.
+_FORWARD = Launch(rows=8, warps=4, per_thread=4, span=32)
+_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=64)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
 
-def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens):
+def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens, launch=_FORWARD):
     batch, tokens, heads, key_width = raw_gate.shape
     output = torch.empty(raw_gate.shape, dtype=torch.float32, device=raw_gate.device)
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
-    span = max(chunk_size, 32)
+    span = max(chunk_size, launch.span)
     slots = span_slots(tokens, sequences, span, packed)
     if raw_gate.numel() == 0 or slots == 0:
         return output
-    block = min(_BLOCK, triton.next_power_of_2(heads * key_width))
+    block, blocks, warps = launch.over(heads * key_width)
     with on_device(raw_gate):
-        _gate_cumsum_kernel[(slots * triton.cdiv(heads * key_width, block),)](
+        _gate_cumsum_kernel[(slots * blocks,)](
             raw_gate,
             A_log.contiguous(),
             dt_bias.contiguous(),
@@ -305,32 +305,33 @@ def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlen
             K=key_width,
             CHUNK=chunk_size,
             SPAN=span,
-            ROWS=_ROWS,
+            ROWS=launch.rows,
             BLOCK=block,
             BOUNDED=lower_bound is not None,
             PACKED=packed,
-            num_warps=_WARPS,
+            num_warps=warps,
+            maxnreg=launch.registers,
         )
     return output
 
 
-def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens):
+def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlens, launch=_BACKWARD):
     batch, tokens, heads, key_width = raw_gate.shape
     draw = raw_gate.new_empty(raw_gate.shape)
     dA_log = A_log.new_empty(A_log.shape)
     ddt_bias = dt_bias.new_empty(dt_bias.shape)
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
-    span = max(chunk_size, 64)
+    span = max(chunk_size, launch.span)
     slots = span_slots(tokens, sequences, span, packed)
     if raw_gate.numel() == 0 or slots == 0:
         return draw, dA_log.zero_(), ddt_bias.zero_()
     A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
     workers = min(slots, _MAX_WORKERS)
     sums = torch.empty(2, workers, heads, key_width, dtype=torch.float32, device=raw_gate.device)
-    block = min(_BLOCK, triton.next_power_of_2(heads * key_width))
+    block, blocks, warps = launch.over(heads * key_width)
     with on_device(raw_gate):
-        _gate_cumsum_backward_kernel[(workers * triton.cdiv(heads * key_width, block),)](
+        _gate_cumsum_backward_kernel[(workers * blocks,)](
             grad,
             raw_gate,
             A_log,
@@ -349,12 +350,13 @@ def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu
             K=key_width,
             CHUNK=chunk_size,
             SPAN=span,
-            ROWS=_ROWS,
+            ROWS=launch.rows,
             BLOCK=block,
             BOUNDED=lower_bound is not None,
             FLOORED=lower_bound is not None and lower_bound * LOG2_E <= MIN_LOG2_DECAY,
             PACKED=packed,
-            num_warps=_WARPS,
+            num_warps=warps,
+            maxnreg=launch.registers,
         )
         _gate_parameter_grads_kernel[(heads,)](
             sums,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import locate_span, logistic, mask_if, on_device, span_slots
+from ._device import Launch, locate_span, logistic, mask_if, on_device, span_slots
 from ._operator import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -435,8 +435,13 @@ def _causal_conv1d_step_kernel(
 
 # ---- launchers ----
 
-_WARPS = 4
-_BLOCK = 128 * _WARPS  # four channels a thread
+# Four channels a thread: 8-byte accesses in bf16. Spans are the longest; smaller work takes shorter ones.
+_FORWARD = Launch(rows=8, warps=4, per_thread=4, span=128)
+_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128)
+_STEP = Launch(
+    rows=1, warps=4, per_thread=4, span=4
+)  # of the step, a span is sequences that share a read of the weight
+_PROGRAMS = 512  # enough to fill a GPU
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
 
@@ -445,15 +450,15 @@ def _check_taps(op, weight) -> None:
         raise ValueError(f"{op}: the Triton path takes at most {MAX_TAPS} taps, got weight {list(weight.shape)}")
 
 
-def _span(tokens: int, channels: int) -> int:
-    """Tokens to a span: as many as leave some thousand programs, so that the rows read twice are few."""
-    for span in (128, 64, 32):
-        if tokens * channels >= 512 * span * _BLOCK:
-            return span
-    return 16
+def _span(launch: Launch, tokens: int, blocks: int) -> int:
+    """Tokens to a span: many, so that few rows are read twice, but not so many that the GPU stands idle."""
+    span = launch.span
+    while span > 16 and tokens * blocks < _PROGRAMS * span:
+        span //= 2
+    return span
 
 
-def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_final_state):
+def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_final_state, launch=_FORWARD):
     batch, tokens, channels = x.shape
     width = weight.shape[1]
     output = x.new_empty(x.shape)
@@ -462,13 +467,13 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     final_state = empty_like_optional(x, output_final_state, (sequences, width - 1, channels), x.dtype)
     if tokens == 0 and output_final_state:
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
-    span = _span(batch * tokens, channels)
+    block, blocks, warps = launch.over(channels)
+    span = _span(launch, batch * tokens, blocks)
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
         return output, final_state
-    block = min(_BLOCK, triton.next_power_of_2(channels))
     with on_device(x):
-        _causal_conv1d_kernel[(slots * triton.cdiv(channels, block),)](
+        _causal_conv1d_kernel[(slots * blocks,)](
             x,
             weight.contiguous(),
             initial_state,
@@ -483,18 +488,21 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             W=width,
             W_PAD=triton.next_power_of_2(width),
             SPAN=span,
-            ROWS=8,
+            ROWS=launch.rows,
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
-            num_warps=_WARPS,
+            num_warps=warps,
+            maxnreg=launch.registers,
         )
     return output, final_state
 
 
-def _backward_triton(grad, grad_final_state, x, weight, activation, cu_seqlens, initial_state, output_final_state):
+def _backward_triton(
+    grad, grad_final_state, x, weight, activation, cu_seqlens, initial_state, output_final_state, launch=_BACKWARD
+):
     batch, tokens, channels = x.shape
     width = weight.shape[1]
     dx = x.new_empty(x.shape)
@@ -504,15 +512,15 @@ def _backward_triton(grad, grad_final_state, x, weight, activation, cu_seqlens, 
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
     if tokens == 0 and initial_state is not None:
         dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
-    span = _span(batch * tokens, channels)
+    block, blocks, warps = launch.over(channels)
+    span = _span(launch, batch * tokens, blocks)
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
         return dx, dweight.zero_(), dinitial
     workers = min(slots, _MAX_WORKERS)
     sums = torch.empty(workers, width, channels, dtype=torch.float32, device=x.device)
-    block = min(_BLOCK, triton.next_power_of_2(channels))
     with on_device(x):
-        _causal_conv1d_backward_kernel[(workers * triton.cdiv(channels, block),)](
+        _causal_conv1d_backward_kernel[(workers * blocks,)](
             grad,
             grad_final_state,
             x,
@@ -534,13 +542,14 @@ def _backward_triton(grad, grad_final_state, x, weight, activation, cu_seqlens, 
             W=width,
             W_PAD=triton.next_power_of_2(width),
             SPAN=span,
-            ROWS=max(4, triton.next_power_of_2(width - 1)),
+            ROWS=max(launch.rows, triton.next_power_of_2(width - 1)),
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
-            num_warps=_WARPS,
+            num_warps=warps,
+            maxnreg=launch.registers,
         )
         columns = width * channels
         _weight_grad_kernel[(triton.cdiv(columns, 128),)](
@@ -549,16 +558,16 @@ def _backward_triton(grad, grad_final_state, x, weight, activation, cu_seqlens, 
     return dx, dweight, dinitial
 
 
-def _step_triton(x, weight, state, activation, state_indices):
+def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
     sequences, channels = x.shape
     width = weight.shape[1]
     output = x.new_empty(x.shape)
     if x.numel() == 0:
         return output
-    block = min(_BLOCK, triton.next_power_of_2(channels))
-    grouped = 4 if sequences * channels >= 2**20 else 1
+    block, blocks, warps = launch.over(channels)
+    grouped = launch.span if sequences * blocks >= _PROGRAMS * launch.span else 1
     with on_device(x):
-        _causal_conv1d_step_kernel[(triton.cdiv(sequences, grouped) * triton.cdiv(channels, block),)](
+        _causal_conv1d_step_kernel[(triton.cdiv(sequences, grouped) * blocks,)](
             x,
             weight.contiguous(),
             state,
@@ -576,7 +585,8 @@ def _step_triton(x, weight, state, activation, state_indices):
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INDICES=state_indices is not None,
-            num_warps=_WARPS,
+            num_warps=warps,
+            maxnreg=launch.registers,
         )
     return output
 
