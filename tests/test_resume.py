@@ -1,0 +1,110 @@
+"""A job that is killed or stopped goes on from its last whole checkpoint as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jobs
+import pytest
+
+from titan_kda.checkpoint import latest_step
+
+
+def start(toml):
+    command = [sys.executable, "-m", "titan_kda.train", f"--job.config_file={toml}"]
+    return subprocess.Popen(
+        command,
+        cwd=toml.parent,
+        env=jobs.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+def run_until(toml, line, number):
+    """Runs the job, sends signal ``number`` when ``line`` appears in its log; returns the log and the exit status."""
+    process = start(toml)
+    log = []
+    for text in process.stdout:
+        log.append(text)
+        if number is not None and line in text:
+            process.send_signal(number)
+            number = None
+    process.wait(timeout=60)
+    assert number is None, f"{line!r} never came:\n" + "".join(log[-20:])
+    return "".join(log), process.returncode
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run = jobs.run_job(jobs.write_job(folder))
+    assert run.returncode == 0, jobs.log_of(run)[-3000:]
+    log = jobs.log_of(run)
+    return jobs.losses(log), jobs.validation_losses(log), jobs.samples(folder / "run")
+
+
+def test_killed_and_stopped_runs_go_on_exactly(uninterrupted, tmp_path):
+    losses, validation_losses, samples = uninterrupted
+    toml = jobs.write_job(tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoint"
+
+    log, status = run_until(toml, "Saving the checkpoint", signal.SIGKILL)  # in the first save: nothing to go on from
+    assert status == -signal.SIGKILL
+    log, status = run_until(toml, "step: 14 ", signal.SIGKILL)
+    if latest_step(checkpoints) == 10 and "Training starts at step 1\n" in log:
+        assert jobs.losses(log) == {n: losses[n] for n in range(1, max(jobs.losses(log)) + 1)}
+    (tmp_path / "run" / "samples" / "step-10.jsonl").unlink()  # as if the kill had come before they were written
+
+    log, status = run_until(toml, "step: 12 ", signal.SIGTERM)
+    assert status == 0, log[-3000:]
+    assert "Training starts at step 11" in log
+    assert "once more to stop at once" in log
+    stopped = latest_step(checkpoints)
+    assert stopped is not None and 12 <= stopped < 20
+    assert f"Stopped at step {stopped} with a checkpoint" in log
+    assert jobs.losses(log) == {n: losses[n] for n in range(11, stopped + 1)}
+    assert json.loads((tmp_path / "run" / "samples" / "step-10.jsonl").read_text().splitlines()[0])["step"] == 10
+
+    run = jobs.run_job(toml)
+    assert run.returncode == 0
+    log = jobs.log_of(run)
+    assert jobs.losses(log) == {n: losses[n] for n in range(stopped + 1, 21)}
+    assert jobs.validation_losses(log) == {20: validation_losses[20]}
+    assert jobs.samples(tmp_path / "run") == samples
+
+    # A finished run has nothing left to do, and says so by leaving everything as it is.
+    run = jobs.run_job(toml)
+    assert run.returncode == 0
+    assert jobs.losses(jobs.log_of(run)) == {}
+    # ... and can be trained further, since its last step was saved whole.
+    run = jobs.run_job(toml, "--training.steps", "22")
+    assert run.returncode == 0
+    assert sorted(jobs.losses(jobs.log_of(run))) == [21, 22]
+
+
+def test_the_second_signal_stops_at_once(tmp_path):
+    process = start(jobs.write_job(tmp_path, {"training.steps": 2000}))
+    for text in process.stdout:
+        if "step:  2 " in text:
+            # Both before the step ends, whatever its length: the handler restores the default on the first.
+            os.kill(process.pid, signal.SIGTERM)
+        if "once more" in text:
+            os.kill(process.pid, signal.SIGTERM)
+            break
+    process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGTERM, 0)
+
+
+def test_generation_changes_no_loss(uninterrupted, tmp_path):
+    losses, validation_losses, _ = uninterrupted
+    run = jobs.run_job(jobs.write_job(tmp_path, {"generation.enable": False}))
+    assert run.returncode == 0
+    assert jobs.losses(jobs.log_of(run)) == losses
+    assert jobs.validation_losses(jobs.log_of(run)) == validation_losses
+    assert jobs.samples(tmp_path / "run") == {} or jobs.samples(tmp_path / "run") == []
