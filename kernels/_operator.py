@@ -12,6 +12,7 @@ an empty tensor, which the public function turns into None.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -235,9 +236,12 @@ def empty_like_optional(tensor: Tensor, wanted: bool, shape: Sequence[int], dtyp
     return torch.empty(list(shape) if wanted else [0], dtype=dtype, device=tensor.device)
 
 
-def without_autocast(tensor: Tensor) -> torch.autocast:
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
     """A context in which autocast does nothing on ``tensor``'s device: operators fix their own arithmetic."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device):  # meta tensors
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def reference_vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Any) -> tuple[Tensor, ...]:

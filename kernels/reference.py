@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets
+from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets, without_autocast
 
 LN_2 = math.log(2.0)
 MAX_A_LOG = 88.72
@@ -34,8 +34,10 @@ def _without_autocast(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        devices = (x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        with torch.autocast(next(devices, "cpu"), enabled=False):
+        tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if tensor is None:
+            return function(*args, **kwargs)  # which says what is missing
+        with without_autocast(tensor):
             return function(*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from kda_inputs import LOG2_E, chunks, core_inputs, differences, offsets, per_token, results, to_chunk
 from torch._dynamo.testing import CompileCounterWithBackend
 from yardstick import DTYPES, check, max_error, rms_error
@@ -339,6 +340,20 @@ def test_autocast_does_not_reach_inside(impl):
         found = results(function, inputs, None, *grads_like(inputs))
     assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
     assert all(torch.equal(found[2][name], want[2][name]) for name in inputs)
+
+
+def test_checkpointed_and_on_meta_tensors():
+    """Activation checkpointing recomputes the same bits; a meta tensor, as a model's shapes are planned on, passes."""
+    inputs = to_chunk(core_inputs(1, 70, 2, 16, 8))
+
+    def checkpointed(**inputs):
+        return torch.utils.checkpoint.checkpoint(chunk_kda, use_reentrant=False, **inputs)
+
+    want = results(chunk_kda, inputs, None, *grads_like(inputs))[2]
+    found = results(checkpointed, inputs, None, *grads_like(inputs))[2]
+    assert all(torch.equal(found[name], want[name]) for name in inputs)
+    output, _ = chunk_kda(**{name: x.to("meta") for name, x in inputs.items()})
+    assert output.shape == inputs["v"].shape and output.device.type == "meta"
 
 
 @pytest.mark.parametrize("impl", IMPLS)
