@@ -66,13 +66,14 @@ def by_rows(q, v_new, h, k=None, g=None, gk=None, a_qk=None, scale=None, cu_seql
                     gk[b, t, head] if gk is not None else g[b, t, head] if g is not None else torch.zeros(1).double()
                 )
                 total = (row * 2**decay) @ starts[index, head]
-                for j in range(rows.start, t + 1):
-                    if a_qk is not None:
-                        weight = a_qk[b, t, head, j - rows.start]
-                    else:
-                        weight = row @ k[b, j, head // group]
-                        weight = weight if g is None else weight * 2 ** (g[b, t, head] - g[b, j, head])
-                    total = total + weight * v_new[b, j, head]
+                past = slice(rows.start, t + 1)
+                if a_qk is not None:
+                    weights = a_qk[b, t, head, : t + 1 - rows.start]
+                else:
+                    weights = k[b, past, head // group] @ row
+                    if g is not None:
+                        weights = weights * 2 ** (g[b, t, head] - g[b, past, head])
+                total = total + weights @ v_new[b, past, head]
                 norm = 1 / math.sqrt(row @ row + 1e-6) if l2norm_q else 1.0
                 o[b, t, head] = scale * norm * total
     return o

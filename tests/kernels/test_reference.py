@@ -141,7 +141,7 @@ def test_forms_agree_at_other_chunk_sizes(chunk_size):
 def test_core_gradcheck(naive, cu_seqlens):
     options = dict(cu_seqlens=cu_seqlens, output_final_state=True)
     batch, sequences = (2, 2) if cu_seqlens is None else (1, 3)
-    inputs = core_inputs(batch, 6, 1, 3, 2, sequences=sequences, dtype=FP64)
+    inputs = core_inputs(batch, 5, 1, 2, 1, sequences=sequences, dtype=FP64)
     if naive is naive_chunk_kda:
         inputs = to_chunk(inputs, cu_seqlens)
         options["chunk_size"] = 4
@@ -151,7 +151,7 @@ def test_core_gradcheck(naive, cu_seqlens):
         return naive(**dict(zip(inputs, tensors)), **options)
 
     assert gradcheck(function, leaves)
-    assert gradgradcheck(function, leaves)
+    assert gradgradcheck(function, leaves, fast_mode=True)
 
 
 # ---- packs ----
