@@ -1,13 +1,27 @@
 """chunk_kda: Kimi Delta Attention over chunks of 64 tokens, forward and backward, the operator that trains.
 
-Source: Kimi Linear, arXiv 2510.26692; ``naive_chunk_kda`` in reference.py is the mathematics. The forward:
+Source: Kimi Linear, arXiv 2510.26692; ``naive_chunk_kda`` in reference.py is the mathematics. Bytes are a token's
+and head's, for K = V = 128 in bf16, each tensor counted once.
 
-    1. inside each chunk, all chunks at once: the decayed products a_qk and L, the triangular inverse, u and w
-    2. from chunk to chunk, all sequences at once: v_new = u - w S and the state S, kept in FP32
-    3. the output, again all chunks at once: (q 2^G) S + a_qk v_new
+Forward, two launches:
 
-The backward recomputes 1 and 2 rather than storing them, and runs 3, 2, 1 in reverse. Both are registered operators of
-one implementation each, so that ``torch.compile`` sees two nodes. The reference computes in FP32 whatever the inputs.
+    prepare.py   per (chunk, head)        reads q, k, v, the cumulative gate, beta               1,282
+                 no state needed          writes q 2^G, k 2^(G_last - G), w, u, a_qk             1,152
+    scan.py      per (sequence, head,     reads those and each chunk's last gate row             1,160
+                 64 value columns)        carries the FP32 state, writes the output                256
+
+A pipeline that wrote the state at every chunk and v_new for an output stage of its own would move 1,500 more. Backward,
+three launches; nothing but the inputs is kept from the forward:
+
+    prepare.py          as above, and A = (I + L)^-1 is kept                                     2,562
+    backward_scan.py    the forward scan for the states and v_new, and beside it in the same
+                        grid the reverse scan for the gradients of the states and dv_new         4,096
+    backward_inputs.py  per (chunk, head): the gradients of q, k, v, the gate and beta           5,000
+
+Intermediates are in the inputs' type, token-major at padded widths (64, 128, 256); sums, gates and the states carried
+are FP32. tiles.py has what the stages share: where a chunk lies (found on the device from ``cu_seqlens``), how pairs of
+tokens are served without a positive exponent, and the triangular inverse. ``naive_chunk_kda`` is the reference, in FP32
+whatever the inputs. Both directions are registered operators, so that ``torch.compile`` sees two nodes.
 """
 
 import sys
@@ -28,7 +42,12 @@ from .._operator import (
     second_order_raises,
     wants_grad,
 )
+from .._device import on_device
 from ..reference import naive_chunk_kda, naive_l2norm
+from .backward_inputs import input_gradients
+from .backward_scan import backward_scan
+from .prepare import prepare
+from .scan import scan
 
 # ---- the reference path ----
 
@@ -84,6 +103,82 @@ def _reference_backward(
     return (*found, q.new_empty(0, dtype=torch.float32)) if initial_state is None else tuple(found)
 
 
+# ---- the Triton path ----
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _nothing_to_do(v: Tensor, cu_seqlens: Tensor | None) -> bool:
+    return v.numel() == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] == 1)
+
+
+def _triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cumulative_gate: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+    fuse_q_l2norm: bool,
+    gate_lower_bound: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    if _nothing_to_do(v, cu_seqlens):
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state_shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
+        state = cumulative_gate.new_zeros(state_shape) if initial_state is None else initial_state.clone()
+        return q.new_zeros(v.shape), state if output_final_state else None
+    q, k, v, cumulative_gate, beta, initial_state = _contiguous(q, k, v, cumulative_gate, beta, initial_state)
+    with on_device(q):
+        prepared = prepare(q, k, v, cumulative_gate, beta, cu_seqlens, gate_lower_bound, fuse_q_l2norm=fuse_q_l2norm)
+        return scan(
+            prepared,
+            cumulative_gate,
+            v.shape[3],
+            initial_state,
+            cu_seqlens,
+            output_dtype=q.dtype,
+            output_final_state=output_final_state,
+        )
+
+
+def _triton_backward(
+    grad_output: Tensor | None,
+    grad_final_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cumulative_gate: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gate_lower_bound: float | None,
+) -> tuple[Tensor, ...]:
+    """The six gradients; that of no initial state is empty."""
+    no_state = q.new_empty(0, dtype=torch.float32)
+    inputs = (q, k, v, cumulative_gate, beta)
+    if _nothing_to_do(v, cu_seqlens) or (grad_output is None and grad_final_state is None):
+        if initial_state is not None:
+            no_state = torch.zeros_like(initial_state) if grad_final_state is None else grad_final_state.clone()
+        return (*(x.new_zeros(x.shape) for x in inputs), no_state)
+    q, k, v, cumulative_gate, beta, initial_state = _contiguous(*inputs, initial_state)
+    grad_output, grad_final_state = _contiguous(grad_output, grad_final_state)
+    with on_device(q):
+        prepared = prepare(q, k, v, cumulative_gate, beta, cu_seqlens, gate_lower_bound, save_inverse=True)
+        a_qk, a_inv = prepared.a_qk, prepared.a_inv
+        h, v_new, dh, dv_new, grad_initial_state = backward_scan(
+            prepared, cumulative_gate, v.shape[3], initial_state, cu_seqlens, grad_output, grad_final_state
+        )
+        del prepared  # the largest intermediates make room for the gradients
+        grads = input_gradients(
+            q, k, v, cumulative_gate, beta, cu_seqlens, gate_lower_bound, a_qk, a_inv, h, v_new, dh, dv_new, grad_output
+        )
+    return (*grads, no_state if grad_initial_state is None else grad_initial_state)
+
+
 # ---- registration ----
 
 
@@ -100,9 +195,11 @@ def _forward(
     gate_lower_bound: float | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    output, final_state = _reference(
-        q, k, v, cumulative_gate, beta, initial_state, cu_seqlens, output_final_state, fuse_q_l2norm
-    )
+    inputs = (q, k, v, cumulative_gate, beta, initial_state, cu_seqlens)
+    if impl == "triton":
+        output, final_state = _triton(*inputs, output_final_state, fuse_q_l2norm, gate_lower_bound)
+    else:
+        output, final_state = _reference(*inputs, output_final_state, fuse_q_l2norm)
     return output, q.new_empty(0, dtype=torch.float32) if final_state is None else final_state
 
 
@@ -127,7 +224,10 @@ def _backward(
     gate_lower_bound: float | None,
     impl: str,
 ) -> tuple[Tensor, ...]:
-    return _reference_backward(grad_output, grad_final_state, q, k, v, cumulative_gate, beta, initial_state, cu_seqlens)
+    inputs = (q, k, v, cumulative_gate, beta, initial_state, cu_seqlens)
+    if impl == "triton":
+        return _triton_backward(grad_output, grad_final_state, *inputs, gate_lower_bound)
+    return _reference_backward(grad_output, grad_final_state, *inputs)
 
 
 def _backward_fake(
@@ -210,7 +310,7 @@ def chunk_kda(
         fuse_q_l2norm: take raw q and L2-normalise it (eps 1e-6) on the way; for inference, in eager mode.
         gate_lower_bound: a promise that no token decays by more than this many nats (a negative number), and that k's
             entries lie in [-1, 1]; faster kernels may then be used. A broken promise gives unspecified numbers.
-        impl: None, "triton" or "reference"; None picks Triton for CUDA tensors, once that path is written.
+        impl: None, "triton" or "reference"; None picks Triton for CUDA tensors.
 
     Returns:
         The output [B, T, H, V] in q's type, and the final states [N, H, K, V] fp32 or None. A sequence gives the same
@@ -223,7 +323,6 @@ def chunk_kda(
         TypeError: a wrong dtype.
         RuntimeError: fuse_q_l2norm with grad mode on and an input that requires grad; a second-order gradient through
             anything but the reference in eager mode.
-        NotImplementedError: impl="triton", until that path is written.
     """
     inputs = (q, k, v, cumulative_gate, beta, initial_state, cu_seqlens)
     options = (output_final_state, fuse_q_l2norm, gate_lower_bound, impl)

@@ -23,35 +23,42 @@ from torch import Tensor
 
 from .. import configs
 from .prepare import anchored_half_range, takes_anchored_diagonal
-from .tiles import chunk_slots, load_rows, locate_chunk, matmul, operand_dtype, only_level
+from .tiles import chunk_slots, load_rows, locate_chunk, matmul, operand_dtype
 
 
 @triton.jit
-def add_pairs(
-    dq, dk, dg, d_beta, d_scores, d_lower, q_tile, k_tile, above, below, beta_row, PRECISION: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Adds the gradients of the pairs (i, j) for which d_scores and d_lower are not zero, with 2^(G_i - G_j) =
-    above_i below_j."""
-    d_scores = d_scores.to(OPERAND)
-    d_lower = d_lower.to(OPERAND)
-    k_below = (k_tile * below).to(OPERAND)
-    k_above = k_tile * above
-    q_row = matmul(d_scores, k_below, PRECISION) * above
-    k_row = matmul(d_lower, k_below, PRECISION) * above
-    column = matmul(tl.trans(d_scores), (q_tile * above).to(OPERAND), PRECISION)
-    column = tl.dot(tl.trans(d_lower), (k_above * beta_row).to(OPERAND), column, input_precision=PRECISION) * below
-    d_beta += tl.sum(k_row * k_tile, axis=1)
-    k_row *= beta_row
-    dq += q_row
-    dk += k_row + column
-    dg += q_tile * q_row + k_tile * (k_row - column)
-    return dq, dk, dg, d_beta
+def pair_factors(gate, row, rows, channel, K, stride, log_level, half_range, MASKED: tl.constexpr, ANCHORED: tl.constexpr):
+    """above_i and below_j with 2^(G_i - G_j) = above_i below_j for the pairs of one level; where ANCHORED, log_level 3
+    stands for all levels below 16 (prepare.py)."""
+    tile = load_rows(gate, row, rows, channel, K, stride, MASKED)
+    anchor = (row & -(2 << log_level)) + (1 << log_level)
+    if ANCHORED:
+        anchor = tl.where(log_level == 3, row & -16, anchor)
+    delta = tile - load_rows(gate, anchor, rows, channel, K, stride, MASKED)
+    if ANCHORED:
+        shift = tl.where(log_level == 3, half_range, 0.0)
+        delta = tl.where(log_level == 3, tl.minimum(tl.maximum(delta + shift, -shift), shift), -tl.abs(delta))
+        above = tl.exp2(delta)
+        below = tl.exp2(tl.where(log_level == 3, -delta, delta))
+    else:
+        above = tl.exp2(-tl.abs(delta))
+        below = above
+    return above, below
+
+
+@triton.jit
+def served_pairs(tile, row, column, log_level, ANCHORED: tl.constexpr):
+    """The pairs of one level in a tile that is zero on and above the diagonal."""
+    served = ((row >> log_level) ^ (column >> log_level)) == 1
+    if ANCHORED:
+        shift = tl.where(log_level == 3, 4, log_level)
+        served = ((row >> shift) ^ (column >> shift)) == tl.where(log_level == 3, 0, 1)
+    return tl.where(served, tile, 0.0)
 
 
 @triton.jit
 def input_gradients_kernel(
-    q, k, v, gate, beta, cu_seqlens, a_inv, h, v_new, dh, dv_new, d_output, dq_out, dk_out, dv_out, dg_out, dbeta_out,
+    q, k, v, gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, d_output, dq_out, dk_out, dv_out, dg_out, dbeta_out,
     T, N, H, K, V, steps, steps_v, half_range, scale,
     PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, HAS_OUTPUT: tl.constexpr,
     WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -73,6 +80,8 @@ def input_gradients_kernel(
     v += first * V
     dv_out += first * V
     d_output += first * V
+    a_qk += first * 64
+    a_inv += first * 64
     v_new += first * WIDTH_V
     dv_new += first * WIDTH_V
     h += (slot.to(tl.int64) * H + head) * WIDTH_K * WIDTH_V
@@ -80,10 +89,9 @@ def input_gradients_kernel(
 
     row = tl.arange(0, 64)[:, None]
     in_rows = row < rows
-    i = row
     j = tl.arange(0, 64)[None, :]
     beta_row = tl.load(beta + first + row * H, mask=in_rows, other=0.0).to(tl.float32)
-    inverse = load_rows(a_inv + first * 64, row, rows, j, 64, H * 64, False)
+    inverse = load_rows(a_inv, row, rows, j, 64, H * 64, False)
     d_scores = tl.zeros((64, 64), tl.float32)
     d_lower = tl.zeros((64, 64), tl.float32)
     d_diagonal = tl.zeros((64,), tl.float32)
@@ -101,10 +109,12 @@ def input_gradients_kernel(
         if HAS_OUTPUT:
             d_out = load_rows(d_output, row, rows, value, V, H * V, MASK_V).to(tl.float32) * scale
             d_diagonal += tl.sum(d_out * written.to(tl.float32), axis=1)
-            d_scores = tl.dot(d_out.to(OPERAND), tl.trans(written), d_scores, input_precision=PRECISION)
-    d_scores = tl.where(i > j, d_scores, 0.0)
-    d_lower = tl.where(i > j, -d_lower, 0.0)
-    tl.debug_barrier()  # dX was stored by other threads of this program than those that load it below
+            d_out = d_out.to(OPERAND)
+            d_scores = tl.dot(d_out, tl.trans(written), d_scores, input_precision=PRECISION)
+    # Through memory, and so out of the registers: a_qk and a_inv are not needed any more.
+    tl.store(a_qk + row * (H * 64) + j, tl.where(row > j, d_scores, 0.0).to(OPERAND), mask=in_rows)
+    tl.store(a_inv + row * (H * 64) + j, tl.where(row > j, -d_lower, 0.0).to(OPERAND), mask=in_rows)
+    tl.debug_barrier()  # what was stored above is loaded below by other threads of this program
 
     for step in range(0, steps):
         channel = step * BK + tl.arange(0, BK)[None, :]
@@ -126,46 +136,57 @@ def input_gradients_kernel(
                 d_out = load_rows(d_output, row, rows, value, V, H * V, MASK_V).to(tl.float32) * scale
                 from_output = tl.dot(d_out.to(OPERAND), tl.trans(state), from_output, input_precision=PRECISION)
 
-        q_tile = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
-        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        # Three sums: dq; the row side of dk, which beta scales; and its column side. The gate's gradient takes the
+        # column side with the other sign, so no pair needs a product of its own for it.
         gate_tile = load_rows(gate, row, rows, channel, K, H * K, MASK_K)
         gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, channel, K, H * K, MASK_K)
         decay = tl.exp2(gate_tile)
-        dq = decay * from_output
-        dg = q_tile * dq
-        from_residual *= decay
-        d_beta -= tl.sum(k_tile * from_residual, axis=1)
-        dk = -beta_row * from_residual
-        dg += k_tile * dk
+        dq = from_output * decay
+        row_side = from_residual * -decay
         from_write *= tl.exp2(-tl.abs(gate_last - gate_tile))
-        dk += from_write
-        from_write = tl.where(row < rows - 1, k_tile * from_write, 0.0)
-        last = tl.sum(from_write, axis=0)[None, :] + tl.exp2(gate_last) * passed_on[None, :]
-        dg += tl.where(row == rows - 1, last, 0.0) - from_write
+        own_write = tl.sum(tl.where(row == rows - 1, from_write, 0.0), axis=0)[None, :]  # its decay is 2^0: not dg's
+        column_side = tl.where(row == rows - 1, 0.0, from_write)
+        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        passed_on = passed_on[None, :] * tl.exp2(gate_last) + tl.sum(k_tile * column_side, axis=0)[None, :]
+        # The levels' row sides, then their column sides: one loop over both would not fit the registers.
+        for log_level in range(3 if ANCHORED else 0, 6):
+            above, below = pair_factors(
+                gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED
+            )  # fmt: skip
+            k_below = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * below
+            k_below = k_below.to(PAIR_OPERAND)
+            scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
+            scores = served_pairs(scores, row, j, log_level, ANCHORED).to(PAIR_OPERAND)
+            dq += matmul(scores, k_below, PAIR_PRECISION) * above
+            lower = load_rows(a_inv, row, rows, j, 64, H * 64, False)
+            lower = served_pairs(lower, row, j, log_level, ANCHORED).to(PAIR_OPERAND)
+            row_side += matmul(lower, k_below, PAIR_PRECISION) * above
+        for log_level in range(3 if ANCHORED else 0, 6):
+            above, below = pair_factors(
+                gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED
+            )  # fmt: skip
+            scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
+            scores = tl.trans(served_pairs(scores, row, j, log_level, ANCHORED).to(PAIR_OPERAND))
+            q_above = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above
+            pairs = matmul(scores, q_above.to(PAIR_OPERAND), PAIR_PRECISION)
+            lower = load_rows(a_inv, row, rows, j, 64, H * 64, False)
+            lower = tl.trans(served_pairs(lower, row, j, log_level, ANCHORED).to(PAIR_OPERAND))
+            k_above = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above * beta_row
+            pairs = tl.dot(lower, k_above.to(PAIR_OPERAND), pairs, input_precision=PAIR_PRECISION)
+            column_side += pairs * below
+
+        q_tile = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        d_beta += tl.sum(k_tile * row_side, axis=1)
+        row_side *= beta_row
+        dg = q_tile * dq + k_tile * (row_side - column_side) + tl.where(row == rows - 1, passed_on, 0.0)
         dq += d_diagonal[:, None] * k_tile
-        dk += d_diagonal[:, None] * q_tile
-        if ANCHORED:
-            anchor = row // 16 * 16
-            delta = gate_tile - load_rows(gate, anchor, rows, channel, K, H * K, MASK_K) + half_range
-            delta = tl.minimum(tl.maximum(delta, -half_range), half_range)
-            dq, dk, dg, d_beta = add_pairs(
-                dq, dk, dg, d_beta,
-                tl.where(i // 16 == j // 16, d_scores, 0.0), tl.where(i // 16 == j // 16, d_lower, 0.0),
-                q_tile, k_tile, tl.exp2(delta), tl.exp2(-delta), beta_row, PAIR_PRECISION, PAIR_OPERAND,
-            )  # fmt: skip
-        for log_level in range(4 if ANCHORED else 0, 6):
-            level = 1 << log_level
-            anchor = (row & -(2 * level)) + level
-            factor = tl.exp2(-tl.abs(gate_tile - load_rows(gate, anchor, rows, channel, K, H * K, MASK_K)))
-            dq, dk, dg, d_beta = add_pairs(
-                dq, dk, dg, d_beta, only_level(d_scores, log_level), only_level(d_lower, log_level),
-                q_tile, k_tile, factor, factor, beta_row, PAIR_PRECISION, PAIR_OPERAND,
-            )  # fmt: skip
-        where = row * (H * K) + channel
+        dk = row_side + column_side + d_diagonal[:, None] * q_tile + tl.where(row == rows - 1, own_write, 0.0)
+        target = row * (H * K) + channel
         mask = in_rows & (channel < K)
-        tl.store(dq_out + where, dq.to(dq_out.dtype.element_ty), mask=mask)
-        tl.store(dk_out + where, dk.to(dk_out.dtype.element_ty), mask=mask)
-        tl.store(dg_out + where, dg * 0.6931471805599453, mask=mask)  # ln 2: the gate is a log2
+        tl.store(dq_out + target, dq.to(dq_out.dtype.element_ty), mask=mask)
+        tl.store(dk_out + target, dk.to(dk_out.dtype.element_ty), mask=mask)
+        tl.store(dg_out + target, dg * 0.6931471805599453, mask=mask)  # ln 2: the gate is a log2
     rows_1d = tl.arange(0, 64)
     tl.store(dbeta_out + first + rows_1d * H, d_beta.to(dbeta_out.dtype.element_ty), mask=rows_1d < rows)
 
@@ -178,6 +199,7 @@ def input_gradients(
     beta: Tensor,
     cu_seqlens: Tensor | None,
     gate_lower_bound: float | None,
+    a_qk: Tensor,
     a_inv: Tensor,
     h: Tensor,
     v_new: Tensor,
@@ -185,8 +207,8 @@ def input_gradients(
     dv_new: Tensor,
     d_output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launches the stage on contiguous tensors: dq, dk, dv, d_cumulative_gate, d_beta in their inputs' types. dv_new is
-    used up."""
+    """Launches the stage on contiguous tensors: dq, dk, dv, d_cumulative_gate, d_beta in their inputs' types. a_qk,
+    a_inv and dv_new are used up."""
     batch, tokens, heads, key_width = q.shape
     value_width = v.shape[3]
     width_k, width_v = h.shape[2], h.shape[3]
@@ -199,12 +221,13 @@ def input_gradients(
     # strong: its pairs run as FP32.
     wide_pairs = dtype != torch.bfloat16
     config = configs.chunk_config(width_k, dtype == torch.float32)
+    block = config.inputs_block
     input_gradients_kernel[(chunk_slots(tokens, sequences, packed) * heads,)](
-        q, k, v, cumulative_gate, beta, cu_seqlens, a_inv, h, v_new, dh, dv_new, v if d_output is None else d_output,
-        *grads, tokens, sequences, heads, key_width, value_width, width_k // 64, width_v // 64,
+        q, k, v, cumulative_gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, v if d_output is None else d_output,
+        *grads, tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block,
         anchored_half_range(gate_lower_bound) if anchored else 0.0, key_width**-0.5,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
-        HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=64, BV=64,
+        HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
         PRECISION="tf32x3" if dtype == torch.float32 else "tf32", PAIR_PRECISION="tf32x3" if wide_pairs else "tf32",
         PAIR_OPERAND=tl.float32 if wide_pairs else tl.bfloat16,
         num_warps=config.inputs_warps, num_stages=1,

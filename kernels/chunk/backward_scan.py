@@ -27,7 +27,7 @@ def reverse_scan_sequence(
     program, q_decayed, k_decayed, w, a_qk, gate, cu_seqlens, d_output, d_final_state, d_initial_state, dh, dv_new,
     T, N, H, K, V, scale,
     PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, HAS_OUTPUT: tl.constexpr,
-    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = WIDTH_V // BV
     block = program % blocks
@@ -58,7 +58,7 @@ def reverse_scan_sequence(
     d_state = tl.zeros((WIDTH_K, BV), tl.float32)
     if FINAL:
         d_state = tl.load(d_final_state + state_offset, mask=in_state, other=0.0)
-    for step in range(0, chunks):
+    for step in tl.range(0, chunks, num_stages=STAGES):
         rows = tl.minimum(length - (chunks - 1 - step) * 64, 64)
         rounded = d_state.to(OPERAND)
         tl.store(dh, rounded)
@@ -96,18 +96,18 @@ def backward_scan_kernel(
     q_decayed, k_decayed, w, u, a_qk, gate, cu_seqlens, initial_state, d_output, d_final_state, d_initial_state, h, v_new,
     dh, dv_new, T, N, H, K, V, scale,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, HAS_OUTPUT: tl.constexpr,
-    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     half = tl.num_programs(0) // 2
     if tl.program_id(0) < half:
         reverse_scan_sequence(
             tl.program_id(0), q_decayed, k_decayed, w, a_qk, gate, cu_seqlens, d_output, d_final_state, d_initial_state,
-            dh, dv_new, T, N, H, K, V, scale, PACKED, FINAL, INITIAL, HAS_OUTPUT, WIDTH_K, WIDTH_V, BV, PRECISION,
+            dh, dv_new, T, N, H, K, V, scale, PACKED, FINAL, INITIAL, HAS_OUTPUT, WIDTH_K, WIDTH_V, BV, PRECISION, STAGES,
         )  # fmt: skip
     else:
         scan_sequence(
             tl.program_id(0) - half, q_decayed, k_decayed, w, u, a_qk, w, gate, cu_seqlens, initial_state, w, w, h, v_new,
-            T, N, H, K, V, scale, PACKED, INITIAL, False, False, True, False, WIDTH_K, WIDTH_V, BV, PRECISION,
+            T, N, H, K, V, scale, PACKED, INITIAL, False, False, True, False, WIDTH_K, WIDTH_V, BV, PRECISION, STAGES,
         )  # fmt: skip
 
 
@@ -143,6 +143,6 @@ def backward_scan(
         tokens, sequences, heads, key_width, value_width, key_width**-0.5,
         PACKED=packed, INITIAL=initial_state is not None, FINAL=d_final_state is not None,
         HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BV=BLOCK_V,
-        PRECISION="tf32x3" if full else "tf32", num_warps=config.scan_warps, num_stages=config.backward_scan_stages,
+        PRECISION="tf32x3" if full else "tf32", STAGES=config.backward_scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
     return h, v_new, dh, dv_new, d_initial_state

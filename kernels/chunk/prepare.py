@@ -45,11 +45,12 @@ class Prepared(NamedTuple):
 
 @triton.jit
 def add_level(
-    q_scores, k_scores, q, k, gate, rows, K, stride, steps, level,
+    q_scores, k_scores, q, k, gate, rows, K, stride, steps, log_level,
     BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Adds one level's pairs to <q_i D_ij, k_j> and <k_i D_ij, k_j>."""
     row = tl.arange(0, 64)[:, None]
+    level = 1 << log_level
     anchor = (row & -(2 * level)) + level
     for step in range(0, steps):
         column = step * BK + tl.arange(0, BK)[None, :]
@@ -63,7 +64,7 @@ def add_level(
         k_column = tl.trans((k_tile.to(tl.float32) * below).to(OPERAND))
         q_scores = tl.dot(q_row, k_column, q_scores, input_precision=PRECISION)
         k_scores = tl.dot(k_row, k_column, k_scores, input_precision=PRECISION)
-    return keep_levels(q_scores, 2 * level), keep_levels(k_scores, 2 * level)
+    return keep_levels(q_scores, log_level + 1), keep_levels(k_scores, log_level + 1)
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def prepare_kernel(
     for log_level in range(4 if ANCHORED else 0, 6):
         q_scores, k_scores = add_level(
             q_scores, k_scores, q, k, gate, rows, K, stride,
-            steps, 1 << log_level, BK, MASK_K, PRECISION, OPERAND,
+            steps, log_level, BK, MASK_K, PRECISION, OPERAND,
         )  # fmt: skip
 
     # The rows that meet the state, and what the other outputs need of them.
@@ -157,12 +158,12 @@ def prepare_kernel(
         gate_tile = load_rows(gate, row, rows, column, K, stride, MASK_K)
         gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, column, K, stride, MASK_K)
         decay = tl.exp2(gate_tile)
-        where = first * WIDTH_K + row * (H * WIDTH_K) + column
-        tl.store(q_decayed + where, (q_tile.to(tl.float32) * decay).to(OPERAND), mask=in_rows)
+        target = first * WIDTH_K + row * (H * WIDTH_K) + column
+        tl.store(q_decayed + target, (q_tile.to(tl.float32) * decay).to(OPERAND), mask=in_rows)
         k_last = k_tile.to(tl.float32) * tl.exp2(-tl.abs(gate_last - gate_tile))
-        tl.store(k_decayed + where, k_last.to(OPERAND), mask=in_rows)
+        tl.store(k_decayed + target, k_last.to(OPERAND), mask=in_rows)
         w_tile = matmul(inverse, (k_tile.to(tl.float32) * decay * beta_row).to(OPERAND), PRECISION)
-        tl.store(w + where, w_tile.to(OPERAND), mask=in_rows)
+        tl.store(w + target, w_tile.to(OPERAND), mask=in_rows)
     for step in range(0, steps_v):
         column = step * BV + tl.arange(0, BV)[None, :]
         v_tile = load_rows(v + first * V, row, rows, column, V, H * V, MASK_V)
@@ -207,11 +208,12 @@ def prepare(
     half_range = anchored_half_range(gate_lower_bound) if anchored else 0.0
     full = dtype == torch.float32
     config = configs.chunk_config(width_k, full)
+    block = config.prepare_block
     prepare_kernel[(slots * heads,)](
         q, k, v, cumulative_gate, beta, cu_seqlens, *out,
-        tokens, sequences, heads, key_width, value_width, width_k // 64, width_v // 64, half_range,
+        tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block, half_range,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
-        SAVE_INVERSE=save_inverse, Q_NORM=fuse_q_l2norm, WIDTH_K=width_k, WIDTH_V=width_v, BK=64, BV=64,
+        SAVE_INVERSE=save_inverse, Q_NORM=fuse_q_l2norm, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
         PRECISION="tf32x3" if full else "tf32", FULL=full, num_warps=config.prepare_warps, num_stages=1, maxnreg=config.prepare_registers,
     )  # fmt: skip
     return out

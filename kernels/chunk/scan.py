@@ -33,19 +33,11 @@ def output_tile(q_decayed, state, a_qk, v_new, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_chunk_decay(gate, rows, H, K, WIDTH_K: tl.constexpr):
-    """G of the last of a chunk's ``rows`` rows (at most 64 count); zeros for a chunk of none."""
-    channel = tl.arange(0, WIDTH_K)
-    last = tl.minimum(rows, 64) - 1
-    return tl.load(gate + last * (H * K) + channel, mask=channel < tl.where(rows > 0, K, 0), other=0.0)
-
-
-@triton.jit
 def scan_sequence(
     program, q_decayed, k_decayed, w, u, a_qk, q_scale, gate, cu_seqlens, initial_state, output, final_state, h, v_new,
     T, N, H, K, V, scale,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SNAPSHOTS: tl.constexpr,
-    Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = WIDTH_V // BV
     block = program % blocks
@@ -76,11 +68,9 @@ def scan_sequence(
     if INITIAL:
         state = tl.load(initial_state + state_offset, mask=in_state, other=0.0)
     length = (end - begin).to(tl.int32)
-    decay = load_chunk_decay(gate, length, H, K, WIDTH_K)
-    for chunk in range(0, tl.cdiv(length, 64)):
+    # num_stages on the loop, not on the launch: only then is the load of G_last, which feeds no product, prefetched too.
+    for chunk in tl.range(0, tl.cdiv(length, 64), num_stages=STAGES):
         rows = length - chunk * 64
-        gate += 64 * tl.cast(H * K, tl.int64)
-        next_decay = load_chunk_decay(gate, rows - 64, H, K, WIDTH_K)  # early: its latency would sit in the chain
         rounded = state.to(OPERAND)
         w_tile = load_rows(w, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
         u_tile = load_rows(u, row, rows, value, WIDTH_V, H * WIDTH_V, False)
@@ -104,12 +94,13 @@ def scan_sequence(
             output += 64 * tl.cast(H * V, tl.int64)
             q_scale += 64 * H
         k_tile = load_rows(k_decayed, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
-        state = state * tl.exp2(decay)[:, None]
-        decay = next_decay
+        last = gate + (tl.minimum(rows, 64) - 1) * (H * K) + tl.arange(0, WIDTH_K)
+        state = state * tl.exp2(tl.load(last, mask=tl.arange(0, WIDTH_K) < K, other=0.0))[:, None]
         state = tl.dot(tl.trans(k_tile), written, state, input_precision=PRECISION, out_dtype=tl.float32)
         w += 64 * tl.cast(H * WIDTH_K, tl.int64)
         k_decayed += 64 * tl.cast(H * WIDTH_K, tl.int64)
         u += 64 * tl.cast(H * WIDTH_V, tl.int64)
+        gate += 64 * tl.cast(H * K, tl.int64)
     if FINAL:
         tl.store(final_state + state_offset, state, mask=in_state)
 
@@ -119,11 +110,11 @@ def scan_kernel(
     q_decayed, k_decayed, w, u, a_qk, q_scale, gate, cu_seqlens, initial_state, output, final_state,
     T, N, H, K, V, scale,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, Q_NORM: tl.constexpr,
-    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     scan_sequence(
         tl.program_id(0), q_decayed, k_decayed, w, u, a_qk, q_scale, gate, cu_seqlens, initial_state, output, final_state,
-        w, w, T, N, H, K, V, scale, PACKED, INITIAL, FINAL, True, False, Q_NORM, WIDTH_K, WIDTH_V, BV, PRECISION,
+        w, w, T, N, H, K, V, scale, PACKED, INITIAL, FINAL, True, False, Q_NORM, WIDTH_K, WIDTH_V, BV, PRECISION, STAGES,
     )  # fmt: skip
 
 
@@ -155,6 +146,6 @@ def scan(
         tokens, sequences, heads, key_width, value_width, key_width**-0.5,
         PACKED=cu_seqlens is not None, INITIAL=initial_state is not None, FINAL=output_final_state,
         Q_NORM=prepared.q_scale is not None, WIDTH_K=width_k, WIDTH_V=width_v, BV=BLOCK_V,
-        PRECISION="tf32x3" if full else "tf32", num_warps=config.scan_warps, num_stages=config.scan_stages,
+        PRECISION="tf32x3" if full else "tf32", STAGES=config.scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
     return output, final_state

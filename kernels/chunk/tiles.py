@@ -97,19 +97,19 @@ def matmul(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def keep_levels(tile, levels):
-    """The pairs below the diagonal of a [64, 64] tile that the levels below ``levels`` serve; zero elsewhere."""
+def keep_levels(tile, log_levels):
+    """The pairs below the diagonal of a [64, 64] tile that the levels below 2^log_levels serve; zero elsewhere."""
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
-    return tl.where((i > j) & ((i ^ j) < levels), tile, 0.0)
+    return tl.where((i > j) & ((i >> log_levels) == (j >> log_levels)), tile, 0.0)
 
 
 @triton.jit
 def only_level(tile, log_level):
-    """The pairs of a [64, 64] tile that level 2^log_level serves; zero elsewhere."""
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    return tl.where((i > j) & ((i ^ j) >> log_level == 1), tile, 0.0)
+    """The pairs of a strictly lower [64, 64] tile that level 2^log_level serves; zero elsewhere."""
+    i = tl.arange(0, 64)[:, None] >> log_level
+    j = tl.arange(0, 64)[None, :] >> log_level
+    return tl.where((i ^ j) == 1, tile, 0.0)
 
 
 @triton.jit
