@@ -10,22 +10,52 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """recurrent_kda and recurrent_kda_step: one program holds the state tile [K, block_v] in registers."""
+    """recurrent_kda and recurrent_kda_step: one program holds the state tile [K, block_v] in registers.
+
+    Every tile below lays K out over at most eight threads, which is what the kernels' fixed order of sums asks for: so
+    the choice may follow the batch size and T and change no bit.
+    """
 
     block_v: int
     num_warps: int
+    registers: int | None = None
+    """A cap for the compiler, None for its own choice."""
 
 
-def recurrent_config(key_width: int, value_width: int) -> RecurrentConfig:
-    """The scan's tile. It depends on the widths alone: the order of the sums over K goes with the tile, so a tile that
-    followed the batch size or T would give a sequence other bits in other company."""
-    block_k = max(16, _power_of_2(key_width))
-    return RecurrentConfig(block_v=max(8, min(32, 4096 // block_k, _power_of_2(value_width))), num_warps=1)
+def recurrent_config(key_width: int, value_width: int, rows: int, one_token: bool) -> RecurrentConfig:
+    """The scan's tile, on an H200, from the number of sequences times heads and whether each has one token.
+
+    Few rows want many programs; one token is bound by bandwidth, and wide tiles read longer pieces of a state's row;
+    many tokens are bound by instructions, and one warp that owns its columns needs no barrier in its sums.
+    """
+    if rows <= 64:
+        block_v, num_warps = 16, 1
+    elif one_token and rows >= 2048:
+        block_v, num_warps = 64, 4
+    else:
+        block_v, num_warps = 32, 1
+    return _fit(block_v, num_warps, key_width, value_width)
 
 
-def recurrent_step_config(key_width: int, value_width: int) -> RecurrentConfig:
-    block_k = max(16, _power_of_2(key_width))
-    return RecurrentConfig(block_v=max(8, min(8192 // block_k, _power_of_2(value_width))), num_warps=4)
+def recurrent_step_config(key_width: int, value_width: int, rows: int) -> RecurrentConfig:
+    """The decode step's tile, likewise."""
+    if rows < 1024:
+        return _fit(16, 1, key_width, value_width)
+    return _fit(
+        64, 4, key_width, value_width, registers=128
+    )  # four programs to an SM; the compiler's choice gives three
+
+
+def _fit(
+    block_v: int, num_warps: int, key_width: int, value_width: int, registers: int | None = None
+) -> RecurrentConfig:
+    """The tile cut down to the registers of a wide K, and to a narrow V."""
+    if key_width > 128:
+        block_v, num_warps, registers = (*((32, 2) if num_warps > 1 else (16, 1)), None)
+    width = max(8, _power_of_2(value_width))
+    if width < block_v:
+        block_v, num_warps, registers = width, 1, None
+    return RecurrentConfig(block_v, num_warps, registers)
 
 
 def _power_of_2(width: int) -> int:
@@ -35,24 +65,29 @@ def _power_of_2(width: int) -> int:
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """chunk_kda's stages: warps, register caps (None: the compiler's choice) and depths of the software pipelines."""
+    """chunk_kda's stages: warps, columns of a tile, register caps (None: the compiler's choice) and depths of the
+    software pipelines."""
 
     prepare_warps: int
+    prepare_block: int
     prepare_registers: int | None
     scan_warps: int
     scan_stages: int
     backward_scan_stages: int
     inputs_warps: int
+    inputs_block: int
 
 
 def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
     """From the widths and the operands' type alone: a sequence's bits may not depend on what else is in the batch."""
     wide = padded_key_width > 128
     return ChunkConfig(
-        prepare_warps=8 if full_precision else 4,
+        prepare_warps=4,
+        prepare_block=64,
         prepare_registers=None,
         scan_warps=8 if wide else 4,
         scan_stages=1 if full_precision or wide else 3,
         backward_scan_stages=1 if full_precision or wide else 2,
-        inputs_warps=8,
+        inputs_warps=4,
+        inputs_block=32,
     )

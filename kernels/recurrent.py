@@ -50,16 +50,37 @@ L2NORM_EPS = 1e-6
 
 
 @triton.jit
+def _sum_over_k(x):
+    """The sum of x [K, BLOCK_V] over K in one order for every tile, so that a tile may follow the batch size and T and
+    change no bit: rows k, k + 8, k + 16 ... one after another, then the eight sums pairwise, 4, 2 and 1 apart. (The
+    compiler lays a tile out with at most eight threads along K, so the long sums stay inside a thread.)
+    """
+    x = tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), axis=0)
+    x = tl.sum(tl.reshape(x, [2, 4, x.shape[1]]), axis=0)
+    x = tl.sum(tl.reshape(x, [2, 2, x.shape[1]]), axis=0)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
 def _advance(state, q, k, v, decay, beta):
     """One token of the recurrence on a state tile [K, BLOCK_V], before the output's scale; every operand is FP32."""
     state *= decay[:, None]
-    residual = beta * (v - tl.sum(state * k[:, None], axis=0))
+    residual = beta * (v - _sum_over_k(state * k[:, None]))
     state += k[:, None] * residual[None, :]
-    return state, tl.sum(state * q[:, None], axis=0)
+    return state, _sum_over_k(state * q[:, None])
 
 
-# Whatever differs between two calls that hand the state over (T, whether there is an initial state) is a runtime
-# argument that is never specialised on: both then run one binary, which is what makes the hand-over exact to the bit.
+@triton.jit
+def _load_row(q_ptrs, k_ptrs, v_ptrs, gate_ptrs, beta_ptr, in_k, in_v):
+    q = tl.load(q_ptrs, mask=in_k, other=0.0)
+    k = tl.load(k_ptrs, mask=in_k, other=0.0)
+    v = tl.load(v_ptrs, mask=in_v, other=0.0)
+    gate = tl.load(gate_ptrs, mask=in_k, other=0.0)
+    return q, k, v, gate, tl.load(beta_ptr)
+
+
+# What two calls that hand the state over may differ in (T, whether there is an initial state) is a runtime argument
+# that is never specialised on: no variant in which the compiler fuses or orders the loop's arithmetic in another way.
 @triton.jit(do_not_specialize=["T", "H", "has_initial_state", "has_final_state"])
 def _recurrent_kda_kernel(
     q_ptr,  # [B, T, H, K]
@@ -137,25 +158,30 @@ def _recurrent_kda_kernel(
     output_ptrs = output_ptr + ((batch * T + first) * H + head) * V + wide_columns
 
     if length > 0:
-        q = tl.load(q_ptrs, mask=in_k, other=0.0)
-        k = tl.load(k_ptrs, mask=in_k, other=0.0)
-        v = tl.load(v_ptrs, mask=in_v, other=0.0)
-        gate = tl.load(g_ptrs, mask=in_k, other=0.0)
-        beta = tl.load(beta_ptrs)
+        # A row takes longer to arrive than a token takes to work on: rows are asked for two tokens ahead. The last
+        # tokens ask for the last row again, since nothing past the sequence's end may be read.
+        q, k, v, gate, beta = _load_row(q_ptrs, k_ptrs, v_ptrs, g_ptrs, beta_ptrs, in_k, in_v)
+        row = tl.minimum(length - 1, 1).to(tl.int64)
+        next_q, next_k, next_v, next_gate, next_beta = _load_row(
+            q_ptrs + row * q_stride_t,
+            k_ptrs + row * k_stride_t,
+            v_ptrs + row * v_stride_t,
+            g_ptrs + row * g_stride_t,
+            beta_ptrs + row * beta_stride_t,
+            in_k,
+            in_v,
+        )
         for t in range(0, length):
-            # The next token's row is on its way while this one is worked on. The last token loads its own row again:
-            # nothing past the sequence's end is read.
-            ahead = tl.minimum(length - 1 - t, 1)
-            q_ptrs += ahead * q_stride_t
-            k_ptrs += ahead * k_stride_t
-            v_ptrs += ahead * v_stride_t
-            g_ptrs += ahead * g_stride_t
-            beta_ptrs += ahead * beta_stride_t
-            next_q = tl.load(q_ptrs, mask=in_k, other=0.0)
-            next_k = tl.load(k_ptrs, mask=in_k, other=0.0)
-            next_v = tl.load(v_ptrs, mask=in_v, other=0.0)
-            next_gate = tl.load(g_ptrs, mask=in_k, other=0.0)
-            next_beta = tl.load(beta_ptrs)
+            row = tl.minimum(length - 1, t + 2).to(tl.int64)
+            far_q, far_k, far_v, far_gate, far_beta = _load_row(
+                q_ptrs + row * q_stride_t,
+                k_ptrs + row * k_stride_t,
+                v_ptrs + row * v_stride_t,
+                g_ptrs + row * g_stride_t,
+                beta_ptrs + row * beta_stride_t,
+                in_k,
+                in_v,
+            )
             state, output = _advance(
                 state,
                 q.to(tl.float32),
@@ -167,13 +193,18 @@ def _recurrent_kda_kernel(
             tl.store(output_ptrs, (output * scale).to(output_ptr.dtype.element_ty), mask=in_v)
             output_ptrs += H * V
             q, k, v, gate, beta = next_q, next_k, next_v, next_gate, next_beta
+            next_q, next_k, next_v, next_gate, next_beta = far_q, far_k, far_v, far_gate, far_beta
 
     tl.store(final_state_ptr + state_offsets, state, mask=in_state & has_final_state)
 
 
 @triton.jit
-def _l2_normalised(x, eps):
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) + eps)
+def _l2_normalised(x, eps, LOG2_WIDTH: tl.constexpr):
+    """x [2^LOG2_WIDTH] scaled to unit norm; neighbours are added pairwise, in one order for every number of warps."""
+    squares = x * x
+    for _ in tl.static_range(LOG2_WIDTH):
+        squares = tl.sum(tl.reshape(squares, [squares.shape[0] // 2, 2]), axis=1)
+    return x * tl.rsqrt(tl.sum(squares, axis=0) + eps)
 
 
 @triton.jit(do_not_specialize=["slots", "H"])
@@ -222,6 +253,7 @@ def _recurrent_kda_step_kernel(
     HAS_INDICES: tl.constexpr,
     DENSE_TILE: tl.constexpr,
     BOUNDED: tl.constexpr,
+    LOG2_K: tl.constexpr,
     EPS: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -264,19 +296,22 @@ def _recurrent_kda_step_kernel(
     log2_decay = gate_log2_decay(raw.to(tl.float32) + bias, gate_slope(A_log), lower_bound, BOUNDED)
     state, output = _advance(
         state,
-        _l2_normalised(q.to(tl.float32), EPS),
-        _l2_normalised(k.to(tl.float32), EPS),
+        _l2_normalised(q.to(tl.float32), EPS, LOG2_K),
+        _l2_normalised(k.to(tl.float32), EPS, LOG2_K),
         v.to(tl.float32),
         tl.exp2(log2_decay),
         beta_scale * tl.sigmoid(beta.to(tl.float32)),
     )
     output = tl.where(live, output * scale, 0.0)
-    output_ptrs = output_ptr + head_row.to(tl.int64) * V + wide_columns
-    tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=in_v)
+    tl.store(output_ptr + head_row.to(tl.int64) * V + wide_columns, output.to(output_ptr.dtype.element_ty), mask=in_v)
     tl.store(state_ptrs, state, mask=in_state)
 
 
 # ---- launchers ----
+
+
+def _block_k(key_width: int) -> int:
+    return max(triton.next_power_of_2(key_width), 16)
 
 
 def launch_recurrent_kda(
@@ -302,7 +337,9 @@ def launch_recurrent_kda(
         return output, final_state
     if initial_state is not None and (not initial_state.is_contiguous() or initial_state.data_ptr() % 16):
         initial_state = initial_state.clone(memory_format=torch.contiguous_format)
-    config = config or recurrent_config(key_width, value_width)
+    if config is None:
+        one_token = batch * tokens <= sequences
+        config = recurrent_config(key_width, value_width, sequences * heads, one_token)
     blocks = triton.cdiv(value_width, config.block_v)
     with on_device(q):
         _recurrent_kda_kernel[(sequences * heads * blocks,)](
@@ -327,10 +364,11 @@ def launch_recurrent_kda(
             output_final_state,
             K=key_width,
             V=value_width,
-            BLOCK_K=max(triton.next_power_of_2(key_width), 16),
+            BLOCK_K=_block_k(key_width),
             BLOCK_V=config.block_v,
             PACKED=cu_seqlens is not None,
             num_warps=config.num_warps,
+            maxnreg=config.registers,
         )
     return output, final_state
 
@@ -356,7 +394,7 @@ def launch_recurrent_kda_step(
     output = torch.empty(sequences, heads, value_width, dtype=q.dtype, device=q.device)
     if output.numel() == 0:
         return output
-    config = config or recurrent_step_config(key_width, value_width)
+    config = config or recurrent_step_config(key_width, value_width, sequences * heads)
     blocks = triton.cdiv(value_width, config.block_v)
     with on_device(q):
         _recurrent_kda_step_kernel[(sequences * heads * blocks,)](
@@ -386,13 +424,16 @@ def launch_recurrent_kda_step(
             beta_scale,
             K=key_width,
             V=value_width,
-            BLOCK_K=max(triton.next_power_of_2(key_width), 16),
+            BLOCK_K=_block_k(key_width),
             BLOCK_V=config.block_v,
             HAS_INDICES=state_indices is not None,
             DENSE_TILE=state.stride()[2:] == (value_width, 1),
             BOUNDED=gate == "bounded",
+            LOG2_K=_block_k(key_width).bit_length() - 1,
             EPS=L2NORM_EPS,
             num_warps=config.num_warps,
+            maxnreg=config.registers,
+            enable_fp_fusion=False,  # fused or not, a square's rounding would go with the layout
         )
     return output
 
@@ -525,8 +566,8 @@ def recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token, for inference (Kimi Linear, arXiv 2510.26692).
 
-    All arithmetic is FP32. Two calls with the state handed over give the bits of one call, and a sequence has the same
-    bits in any batch or pack.
+    All arithmetic is FP32. On the Triton path two calls with the state handed over give the bits of one call, and a
+    sequence has the same bits in any batch or pack.
 
     Args:
         q, k: [B, T, H, K], bf16, fp16 or fp32; K <= 256. The scale 1 / sqrt(K) is applied inside, no norm is.
@@ -583,7 +624,7 @@ def recurrent_kda_step(
     """One decode step of Kimi Delta Attention in one launch, on a pool of states updated in place.
 
     What l2norm of q and k, the gate function, the sigmoid of beta and ``recurrent_kda`` on one token would do one after
-    another (Kimi Linear, arXiv 2510.26692), all in FP32.
+    another (Kimi Linear, arXiv 2510.26692), all in FP32. A sequence has the same bits in any batch.
 
     Args:
         q, k: [N, H, K], bf16, fp16 or fp32, not normalised; K <= 256.

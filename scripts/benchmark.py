@@ -22,10 +22,13 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+
+if TYPE_CHECKING:
+    from titan_kda.kernels.configs import RecurrentConfig
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 60 << 20  # an H200's; what the buffers are rotated against is the device's own, where PyTorch tells it
@@ -315,25 +318,25 @@ def naive_scan(x: dict[str, torch.Tensor], most: int = 2) -> torch.Tensor:
     return naive_recurrent_kda(*(first[name] for name in ("q", "k", "v", "gate", "beta", "state")))[0]
 
 
-def our_scan(block_v: int | None = None, num_warps: int | None = None) -> Contender:
+def tile_name(config: "RecurrentConfig") -> str:
+    cap = "" if config.registers is None else f", {config.registers} registers"
+    return f"  {config.block_v} columns, {config.num_warps} warps{cap}"
+
+
+def our_scan(config: "RecurrentConfig | None" = None) -> Contender:
     from titan_kda.kernels import recurrent_kda
-    from titan_kda.kernels.configs import RecurrentConfig
     from titan_kda.kernels.recurrent import launch_recurrent_kda
 
-    if block_v is None or num_warps is None:
+    rows = ("q", "k", "v", "gate", "beta", "state")
+    if config is None:
         return Contender(
             "titan_kda.recurrent_kda",
-            lambda x: (
-                lambda: recurrent_kda(x["q"], x["k"], x["v"], x["gate"], x["beta"], x["state"], output_final_state=True)
-            ),
+            lambda x: lambda: recurrent_kda(*(x[name] for name in rows), output_final_state=True),
             output=lambda result: result[0],
         )
-    config = RecurrentConfig(block_v, num_warps)
     return Contender(
-        f"  block_v {block_v}, {num_warps} warps",
-        lambda x: (
-            lambda: launch_recurrent_kda(x["q"], x["k"], x["v"], x["gate"], x["beta"], x["state"], None, True, config)
-        ),
+        tile_name(config),
+        lambda x: lambda: launch_recurrent_kda(*(x[name] for name in rows), None, True, config),
         output=lambda result: result[0],
     )
 
@@ -402,27 +405,20 @@ def naive_step(x: dict[str, torch.Tensor], most: int = 2) -> torch.Tensor:
     return naive_recurrent_kda_step(*rows, x["state"][slots].double())
 
 
-def our_step(block_v: int | None = None, num_warps: int | None = None) -> Contender:
+def our_step(config: "RecurrentConfig | None" = None) -> Contender:
     from titan_kda.kernels import recurrent_kda_step
-    from titan_kda.kernels.configs import RecurrentConfig
     from titan_kda.kernels.recurrent import launch_recurrent_kda_step
 
-    if block_v is None or num_warps is None:
-
-        def fused(x):
-            state = x["state"].clone()  # every contender advances a pool of its own
-            rows = [x[name] for name in STEP_ROWS]
-            return lambda: recurrent_kda_step(*rows, state, state_indices=x["indices"])
-
-        return Contender("titan_kda.recurrent_kda_step", fused)
-    config = RecurrentConfig(block_v, num_warps)
-
-    def tuned(x):
-        state = x["state"].clone()
+    def make(x):
+        state = x["state"].clone()  # every contender advances a pool of its own
         rows = [x[name] for name in STEP_ROWS]
+        if config is None:
+            return lambda: recurrent_kda_step(*rows, state, state_indices=x["indices"])
         return lambda: launch_recurrent_kda_step(*rows, state, x["indices"], "bounded", -5.0, 1.0, config)
 
-    return Contender(f"  block_v {block_v}, {num_warps} warps", tuned)
+    if config is None:
+        return Contender("titan_kda.recurrent_kda_step", make)
+    return Contender(tile_name(config), make)
 
 
 def separate_operators() -> Contender:
@@ -485,31 +481,26 @@ def step_peers() -> list[Contender]:
     return peers
 
 
-TILES = [(8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (32, 4), (64, 4)]
-
-
 @suite("decode")
 def decode(bench: Bench) -> None:
     """recurrent_kda over one token, 8 x 64 and 1 x 512 tokens, and the fused decode step; K = V = 128, 32 heads."""
+    from titan_kda.kernels.configs import RecurrentConfig
+
     heads = 32
+    tiles = [RecurrentConfig(*tile) for tile in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (64, 4, 128), (128, 4))]
     for sequences, tokens in [(1, 1), (8, 1), (64, 1), (256, 1), (1024, 1), (8, 64), (1, 512)]:
-        contenders = [our_scan()]
-        contenders += [our_scan(*tile) for tile in TILES] if bench.tune else []
-        contenders += scan_peers() if bench.peers else []
         bench.row(
             f"scan N {sequences} x H {heads}, T {tokens}",
-            contenders,
+            [our_scan(), *(map(our_scan, tiles) if bench.tune else ()), *(scan_peers() if bench.peers else ())],
             scan_inputs(sequences, tokens, heads),
             bytes_moved=scan_bytes(sequences, tokens, heads),
             reference=naive_scan,
         )
     for sequences in (1, 8, 64, 256, 1024):
-        contenders = [our_step()]
-        contenders += [our_step(*tile) for tile in TILES] if bench.tune else []
-        contenders += [separate_operators(), *(step_peers() if bench.peers else [])]
+        contenders = [our_step(), *(map(our_step, tiles) if bench.tune else ()), separate_operators()]
         bench.row(
             f"step N {sequences} x H {heads}",
-            contenders,
+            [*contenders, *(step_peers() if bench.peers else ())],
             step_inputs(sequences, heads),
             bytes_moved=step_bytes(sequences, heads),
             reference=naive_step,

@@ -20,6 +20,8 @@ from titan_kda.kernels import (
     recurrent_kda_step,
     softplus_gate_cumsum,
 )
+from titan_kda.kernels.configs import RecurrentConfig
+from titan_kda.kernels.recurrent import launch_recurrent_kda, launch_recurrent_kda_step
 from titan_kda.kernels.reference import naive_recurrent_kda, naive_recurrent_kda_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -453,6 +455,34 @@ def test_step_takes_every_finite_A_log_and_logit(gate):
         assert max_error(inputs["state"], want_state) < 1e-5, (A_log, logit)
 
 
+TILES = [RecurrentConfig(*tile) for tile in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4, 128))]
+
+
+def assert_tiles_agree(key_width, value_width, tokens, row):
+    """The tile may follow the batch size and T, so it must not show in any bit of the scan, nor of the step."""
+    tiles = [tile for tile in TILES if key_width <= 128 or tile.block_v * 4 <= 64 * tile.num_warps]
+    inputs = recurrence_inputs(2, tokens, 3, key_width, value_width, row)
+    scans = [launch_recurrent_kda(*inputs.values(), None, True, tile) for tile in tiles]
+    for tile, scan in zip(tiles, scans):
+        assert all(torch.equal(a, b) for a, b in zip(scans[0], scan)), f"scan, {tile}"
+    inputs = step_inputs(2, 3, key_width, value_width, row)
+    state = inputs.pop("state")
+    indices = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
+    steps = []
+    for tile in tiles:
+        mine = state.clone()
+        output = launch_recurrent_kda_step(*inputs.values(), mine, indices, "bounded", -5.0, 1.0, tile)
+        steps.append((output, mine))
+        assert all(torch.equal(a, b) for a, b in zip(steps[0], steps[-1])), f"step, {tile}"
+    want, want_state = step_in_fp64({**inputs, "state": state}, state_indices=indices)
+    check("step output", steps[0][0], want, row, "o_any")
+    check("step state", steps[0][1], want_state, "fp32", "state")
+
+
+def test_tiles_change_no_bit():
+    assert_tiles_agree(16, 40, 2, "fp32")
+
+
 def test_step_of_no_sequences():
     inputs = step_inputs(1, 2, 16, 8)
     none = {name: x if name in ("A_log", "dt_bias", "state") else x[:0] for name, x in inputs.items()}
@@ -647,12 +677,20 @@ def test_gpu_step_widths(row, gate):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("row", ["bf16", "fp32"])
+@pytest.mark.parametrize("key_width, value_width", [(16, 128), (64, 128), (100, 60), (128, 128), (128, 33), (256, 64)])
+def test_gpu_tiles_change_no_bit(key_width, value_width, row):
+    assert_tiles_agree(key_width, value_width, 20, row)
+
+
+@pytest.mark.gpu
 def test_gpu_hand_over_at_every_cut():
-    inputs = recurrence_inputs(2, 300, 4, 128, 128, "bf16")
+    """64 x 32 rows, so that a piece of one token takes another tile than a longer one."""
+    inputs = recurrence_inputs(64, 70, 32, 128, 128, "bf16")
     tokens = ("q", "k", "v", "gate", "beta")
     for start in (inputs["initial_state"], None):
         output, state = recurrent_kda(*(inputs[name] for name in tokens), start, output_final_state=True)
-        for cut in (1, 2, 17, 64, 65, 299):
+        for cut in (1, 2, 17, 64, 65, 69):
             first, handed = recurrent_kda(*(inputs[name][:, :cut] for name in tokens), start, output_final_state=True)
             second, last = recurrent_kda(*(inputs[name][:, cut:] for name in tokens), handed, output_final_state=True)
             assert torch.equal(torch.cat([first, second], 1), output) and torch.equal(last, state), cut
@@ -680,6 +718,18 @@ def test_gpu_decode_after_prefill_is_one_scan():
         outputs.append(recurrent_kda_step(*rows, A_log, dt_bias, state).unsqueeze(1))
     check("output", torch.cat(outputs, 1), want, "bf16", "o")
     check("state", state, want_state, "bf16", "state")
+
+
+@pytest.mark.gpu
+def test_gpu_a_sequence_has_the_same_bits_alone_and_in_a_large_batch():
+    inputs = recurrence_inputs(70, 5, 32, 128, 128, "bf16")
+    output, state = recurrent_kda(**inputs, output_final_state=True)
+    alone, alone_state = recurrent_kda(**{name: x[69:] for name, x in inputs.items()}, output_final_state=True)
+    assert torch.equal(alone[0], output[69]) and torch.equal(alone_state[0], state[69])
+    inputs = step_inputs(70, 32, 128, 128, "bf16")
+    alone = {name: x if name in ("A_log", "dt_bias") else x[69:].clone() for name, x in inputs.items()}
+    assert torch.equal(recurrent_kda_step(**alone)[0], recurrent_kda_step(**inputs)[69])
+    assert torch.equal(alone["state"][0], inputs["state"][69])
 
 
 @pytest.mark.gpu
