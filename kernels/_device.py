@@ -78,10 +78,12 @@ class Launch:
     span: int
     registers: int | None = None
 
-    def over(self, channels: int) -> tuple[int, int, int]:
-        """Channels to a program, programs along the channels, and warps: fewer where there are few channels."""
-        block = min(32 * self.warps * self.per_thread, triton.next_power_of_2(channels))
-        return block, triton.cdiv(channels, block), max(1, block // (32 * self.per_thread))
+    def over(self, channels: int, taps: int = 1) -> tuple[int, int, int]:
+        """Channels to a program, programs along the channels, and warps: fewer where there are few channels. A filter
+        of many taps, all in registers, leaves room for two channels a thread."""
+        per_thread = min(self.per_thread, 2) if taps > 4 else self.per_thread
+        block = min(32 * self.warps * per_thread, triton.next_power_of_2(channels))
+        return block, triton.cdiv(channels, block), max(1, block // (32 * per_thread))
 
 
 def span_slots(tokens: int, sequences: int, span: int, packed: bool) -> int:

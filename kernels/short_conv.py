@@ -41,7 +41,7 @@ from ._operator import (
 from .reference import naive_causal_conv1d, naive_causal_conv1d_step
 
 ACTIVATIONS = ("silu", None)
-MAX_TAPS = 16
+MAX_TAPS = 8  # the loops over taps are unrolled: twice as many take minutes to compile
 
 # ---- Triton kernels ----
 
@@ -467,7 +467,7 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     final_state = empty_like_optional(x, output_final_state, (sequences, width - 1, channels), x.dtype)
     if tokens == 0 and output_final_state:
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
-    block, blocks, warps = launch.over(channels)
+    block, blocks, warps = launch.over(channels, width)
     span = _span(launch, batch * tokens, blocks)
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
@@ -512,7 +512,7 @@ def _backward_triton(
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
     if tokens == 0 and initial_state is not None:
         dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
-    block, blocks, warps = launch.over(channels)
+    block, blocks, warps = launch.over(channels, width)
     span = _span(launch, batch * tokens, blocks)
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
@@ -564,7 +564,7 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
     output = x.new_empty(x.shape)
     if x.numel() == 0:
         return output
-    block, blocks, warps = launch.over(channels)
+    block, blocks, warps = launch.over(channels, width)
     grouped = launch.span if sequences * blocks >= _PROGRAMS * launch.span else 1
     with on_device(x):
         _causal_conv1d_step_kernel[(triton.cdiv(sequences, grouped) * blocks,)](
