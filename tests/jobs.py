@@ -110,7 +110,7 @@ def environment(**changes):
     return env | changes
 
 
-def run_module(module, *args, cwd, timeout=120, processes=1, env=None, **kwargs):
+def run_module(module, *args, cwd, timeout=300, processes=1, env=None, **kwargs):
     """``python -m module args`` (under torchrun for several processes); stdout and stderr are text, kept apart."""
     command = [sys.executable, "-m"]
     if processes > 1:
@@ -128,7 +128,7 @@ def run_module(module, *args, cwd, timeout=120, processes=1, env=None, **kwargs)
     )
 
 
-def run_job(toml, *args, processes=1, timeout=120, module="titan_kda.train", cwd=None, env=None):
+def run_job(toml, *args, processes=1, timeout=300, module="titan_kda.train", cwd=None, env=None):
     """Trains a job file, in its own folder unless ``cwd`` says another; ``log_of`` gives what it wrote."""
     return run_module(
         module,

@@ -5,10 +5,15 @@ unknown keys but takes any type of value; ``check_job`` refuses those too, and w
 """
 
 # No `from __future__ import annotations`: torchtitan merges dataclasses by the types themselves.
+import os
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
+
+MODEL_NAME = "titan_kda"
+"""The model's name in torchtitan's registry."""
 
 
 class JobError(ValueError):
@@ -199,6 +204,31 @@ def _as_table(config: Any) -> dict[str, Any]:
 
 # ---- the whole job ----
 
+# What torchtitan takes, and then divides by, asserts or loops over.
+_AT_LEAST = {
+    "training.steps": 1,
+    "training.seq_len": 1,
+    "training.local_batch_size": 1,
+    "training.gc_freq": 1,
+    "metrics.log_freq": 1,
+    "optimizer.lr": 0,
+    "lr_scheduler.warmup_steps": 0,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.data_parallel_replicate_degree": 1,
+    "generation.max_prompt_tokens": 1,
+}
+_AT_LEAST_IF_VALIDATING = {"validation.freq": 1, "validation.seq_len": 1, "validation.local_batch_size": 1}
+_MUST_BE_ONE = {
+    "parallelism.context_parallel_degree": "KDA layers do not have context parallelism yet",
+    "parallelism.pipeline_parallel_degree": "these models do not have pipeline stages yet",
+    "parallelism.expert_parallel_degree": "these models have no experts",
+}
+
+
+def _setting(job_config: Any, name: str) -> Any:
+    section, key = name.split(".")
+    return getattr(getattr(job_config, section), key)
+
 
 def check_job(job_config: Any) -> None:
     """Refuses a job that could not run to its end, before anything is built or written.
@@ -212,19 +242,25 @@ def check_job(job_config: Any) -> None:
     for error in type_errors(type(job_config), _as_table(job_config)):
         raise JobError(error)
 
-    parallelism = job_config.parallelism
-    if parallelism.context_parallel_degree > 1:
-        raise JobError("parallelism.context_parallel_degree must be 1: KDA layers do not have context parallelism yet")
-    if parallelism.pipeline_parallel_degree > 1:
-        raise JobError("parallelism.pipeline_parallel_degree must be 1: these models do not have pipeline stages yet")
+    if job_config.model.name != MODEL_NAME:
+        raise JobError(f"model.name must be {MODEL_NAME!r}, got {job_config.model.name!r}")
+    for name, why in _MUST_BE_ONE.items():
+        if _setting(job_config, name) != 1:
+            raise JobError(f"{name} must be 1, got {_setting(job_config, name)}: {why}")
+    for name, least in (_AT_LEAST | (_AT_LEAST_IF_VALIDATING if job_config.validation.enable else {})).items():
+        if not least <= _setting(job_config, name) < float("inf"):
+            raise JobError(f"{name} must be at least {least}, got {_setting(job_config, name)}")
+    if job_config.optimizer.name not in ("Adam", "AdamW"):
+        raise JobError(f"optimizer.name must be 'Adam' or 'AdamW', got {job_config.optimizer.name!r}")
     args = model_args_of(job_config)
-    tp = parallelism.tensor_parallel_degree
+    tp = job_config.parallelism.tensor_parallel_degree
     if args.n_heads % tp:
         raise JobError(
             f"parallelism.tensor_parallel_degree must divide the number of heads: got {tp} with {args.n_heads} heads"
         )
-    if job_config.training.seq_len % tp or job_config.validation.seq_len % tp:
-        raise JobError(f"training.seq_len and validation.seq_len must be multiples of tensor_parallel_degree = {tp}")
+    for name in ("training.seq_len", "validation.seq_len"):
+        if _setting(job_config, name) % tp and (name != "validation.seq_len" or job_config.validation.enable):
+            raise JobError(f"{name} must be a multiple of tensor_parallel_degree = {tp}")
 
     generation = job_config.generation
     if generation.enable:
@@ -235,6 +271,53 @@ def check_job(job_config: Any) -> None:
         if not generation.prompts:
             raise JobError("generation.prompts must hold at least one prompt")
         check_sampling(generation, "generation.")
+
+
+def check_layout(job_config: Any, processes: int) -> None:
+    """Refuses a parallel layout that ``processes`` cannot make up, and a batch that it cannot share.
+
+    Raises:
+        JobError: one line that names the settings.
+    """
+    parallelism, training = job_config.parallelism, job_config.training
+    tp, replicate = parallelism.tensor_parallel_degree, parallelism.data_parallel_replicate_degree
+    given = parallelism.data_parallel_shard_degree
+    shard = processes // (tp * replicate) if given == -1 else given
+    if shard < 1 or tp * replicate * shard != processes:
+        raise JobError(
+            f"parallelism: tensor_parallel_degree {tp} x data_parallel_replicate_degree {replicate} x "
+            f"data_parallel_shard_degree {given} does not make the number of processes, {processes}"
+        )
+    if replicate > 1 and shard == 1 and tp > 1:
+        raise JobError(
+            "parallelism.data_parallel_replicate_degree: DDP does not combine with tensor parallelism; "
+            "use data_parallel_shard_degree"
+        )
+    rows = training.local_batch_size * replicate * shard
+    if training.global_batch_size >= 0 and (training.global_batch_size < 1 or training.global_batch_size % rows):
+        raise JobError(
+            f"training.global_batch_size must be a multiple of local_batch_size x data-parallel ranks = "
+            f"{training.local_batch_size} x {replicate * shard}, got {training.global_batch_size}"
+        )
+    if job_config.validation.enable and job_config.validation.steps == -1 and replicate * shard > 1:
+        raise JobError(
+            "validation.steps must be above 0 with several data-parallel ranks: their texts differ in length, "
+            "and the first to finish would leave the others waiting"
+        )
+
+
+def check_dump_folder(path: str) -> None:
+    """Refuses a job.dump_folder that cannot be made or written to; makes nothing.
+
+    Raises:
+        JobError: one line that says why.
+    """
+    folder = Path(path).absolute()
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        raise JobError(f"job.dump_folder {path!r}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise JobError(f"job.dump_folder {path!r}: {there} cannot be written to")
 
 
 def check_sampling(settings: Any, prefix: str = "") -> None:

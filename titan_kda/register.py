@@ -11,21 +11,28 @@ from .cpu import use_cpu_if_no_accelerator
 
 use_cpu_if_no_accelerator()  # before the modules below copy torchtitan's device
 
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
 from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
+from torchtitan.tools import utils  # noqa: E402
 
 from . import data  # noqa: E402
 from .attention import ForgetGate  # noqa: E402
 from .checkpoint import CheckpointError, validate_checkpoint_settings  # noqa: E402
-from .job_config import JobError, check_job, model_args_of  # noqa: E402
+from .job_config import MODEL_NAME, JobError, check_dump_folder, check_job, model_args_of  # noqa: E402
 from .model import FLAVORS, Decoder  # noqa: E402
 from .parallelize import parallelize  # noqa: E402
 from .validate import build_validator, encode_prompts  # noqa: E402
 
-MODEL_NAME = "titan_kda"
+# What torchtitan does with a GPU's own means.
+_NEEDS_ACCELERATOR = (
+    ("training", "enable_cpu_offload"),
+    ("profiling", "enable_profiling"),
+    ("profiling", "enable_memory_snapshot"),
+)
 
 
 def build_tokenizer(job_config: Any) -> BaseTokenizer:
@@ -40,16 +47,38 @@ def check_job_and_data(job_config: Any) -> BaseTokenizer:
         JobError: one line that names the setting.
     """
     check_job(job_config)
+    check_dump_folder(job_config.job.dump_folder)
+    args = model_args_of(job_config)
+    if utils.device_type == "cpu":
+        for section, name in _NEEDS_ACCELERATOR:
+            if getattr(getattr(job_config, section), name):
+                raise JobError(f"{section}.{name} must be false: it needs an accelerator, and there is none")
+    try:
+        args.backends().describe(utils.device_type)  # raises for an implementation that this device cannot run
+    except (ValueError, NotImplementedError) as error:
+        raise JobError(f"kda.impl: {error}") from None
     try:
         data.check_data(job_config)
         tokenizer = data.build_tokenizer(job_config)
-        data.check_vocab(tokenizer, model_args_of(job_config).vocab_size)
+        data.check_vocab(tokenizer, args.vocab_size)
         validate_checkpoint_settings(job_config)
     except (CheckpointError, ValueError, TypeError, FileNotFoundError) as error:
         raise JobError(str(error)) from None
     if job_config.generation.enable:
         encode_prompts(tokenizer, job_config.generation)
     return tokenizer
+
+
+def build_dataloader(**kwargs: Any) -> ParallelAwareDataloader:
+    """torchtitan's ``build_dataloader_fn``.
+
+    Raises:
+        JobError: text that is missing or malformed, in one line.
+    """
+    try:
+        return data.build_dataloader(**kwargs)
+    except (ValueError, FileNotFoundError) as error:
+        raise JobError(f"training.dataset: {error}") from None
 
 
 def build_kda_optimizers(
@@ -84,7 +113,7 @@ def get_train_spec() -> train_spec.TrainSpec:
         pipelining_fn=None,
         build_optimizers_fn=build_kda_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=data.build_dataloader,
+        build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_validator,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .job_config import JobConfig, JobError, check_job, type_errors
+from .job_config import JobConfig, JobError, check_job, check_layout, type_errors
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -30,6 +30,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 _CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
+_MODULE_FLAGS = ("--job.custom_config_module", "--job.custom-config-module")
 
 
 def find_config(args: list[str]) -> tuple[list[str], Path | None]:
@@ -41,10 +42,11 @@ def find_config(args: list[str]) -> tuple[list[str], Path | None]:
     from .train_configs import find_job
 
     args = list(args)
-    for i, arg in enumerate(args):
-        flag, equals, value = arg.partition("=")
-        if flag not in _CONFIG_FLAGS:
-            continue
+    places = [i for i, arg in enumerate(args) if arg.partition("=")[0] in _CONFIG_FLAGS]
+    if len(places) > 1:
+        raise JobError("--job.config_file is given more than once")
+    for i in places:
+        flag, equals, value = args[i].partition("=")
         if not equals:
             if i + 1 == len(args):
                 raise JobError(f"{flag} needs a TOML file or the name of a shipped job")
@@ -103,17 +105,24 @@ def load_job(args: list[str], *, reads_data: bool = True) -> Any:
     args, path = find_config(args)
     if path is not None:
         check_toml(path)
+        if any(a.startswith(_MODULE_FLAGS) for a in args):
+            raise JobError("job.custom_config_module cannot be set on the command line")
     elif not any(a in ("-h", "--help") for a in args):
         raise JobError("--job.config_file is missing: give a TOML file or the name of a shipped job")
-    elif not any(a.startswith("--job.custom_config_module") for a in args):
+    elif not any(a.startswith(_MODULE_FLAGS) for a in args):
         args = [*args, "--job.custom_config_module=titan_kda.job_config"]  # so that --help lists our sections
-    config = ConfigManager().parse_args(args)
+    try:
+        config = ConfigManager().parse_args(args)
+    except (AssertionError, ValueError) as error:  # from a section's own checks
+        raise JobError(f"{path}: {error}") from None
     if config.experimental.custom_import != "titan_kda.register":
         raise JobError(f'{path}: [experimental] needs custom_import = "titan_kda.register"')
     from .register import check_job_and_data
 
     if reads_data:
         check_job_and_data(config)
+        if config.comm.mode == "default":
+            check_layout(config, int(os.environ.get("WORLD_SIZE", 1)))
     else:
         check_job(config)
     return config
@@ -211,6 +220,12 @@ def trainer_class(stop: StopSignal) -> type:
     return KDATrainer
 
 
+def refuse(error: JobError) -> int:
+    """Tells a mistake in one line; returns the exit status."""
+    print("titan_kda.train: error:", *str(error).splitlines(), file=sys.stderr)
+    return 2
+
+
 def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if "--version" in args:
@@ -219,8 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         load_job(args)
     except JobError as error:
-        print(f"titan_kda.train: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     args, _ = find_config(args)
     single_process_environment()
 
@@ -234,8 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         torchtitan_main(trainer_class(stop))
     except JobError as error:
-        print(f"titan_kda.train: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     finally:
         stop.restore()
         if dist.is_initialized():

@@ -82,7 +82,10 @@ class GeneratingValidator(Validator):
         self.tokenizer = tokenizer
         self.parallel_dims = parallel_dims
         self.loss_fn = loss_fn
-        self.validation_dataloader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        try:
+            self.validation_dataloader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        except (ValueError, FileNotFoundError) as error:
+            raise JobError(f"validation.dataset: {error}") from None
         self.validation_context = validation_context
         self.maybe_enable_amp = maybe_enable_amp
         self.metrics_processor = metrics_processor
