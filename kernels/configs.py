@@ -70,6 +70,7 @@ class ChunkConfig:
 
     prepare_warps: int
     prepare_block: int
+    prepare_stages: int
     prepare_registers: int | None
     scan_warps: int
     scan_stages: int
@@ -84,10 +85,11 @@ def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
     return ChunkConfig(
         prepare_warps=4,
         prepare_block=64,
+        prepare_stages=1,
         prepare_registers=None,
         scan_warps=8 if wide else 4,
         scan_stages=1 if full_precision or wide else 3,
         backward_scan_stages=1 if full_precision or wide else 2,
-        inputs_warps=4,
-        inputs_block=32,
+        inputs_warps=8,
+        inputs_block=64,
     )

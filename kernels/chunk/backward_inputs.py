@@ -116,43 +116,27 @@ def input_gradients_kernel(
     tl.store(a_inv + row * (H * 64) + j, tl.where(row > j, -d_lower, 0.0).to(OPERAND), mask=in_rows)
     tl.debug_barrier()  # what was stored above is loaded below by other threads of this program
 
+    # For each block of channels first what row i collects from earlier tokens and the state, then what row j collects
+    # from later ones: both at once would not fit the registers. The gate's gradient waits in its place meanwhile.
     for step in range(0, steps):
         channel = step * BK + tl.arange(0, BK)[None, :]
-        from_output = tl.zeros((64, BK), tl.float32)
-        from_residual = tl.zeros((64, BK), tl.float32)
-        from_write = tl.zeros((64, BK), tl.float32)
-        passed_on = tl.zeros((BK,), tl.float32)
+        target = row * (H * K) + channel
+        in_target = in_rows & (channel < K)
+        dq = tl.zeros((64, BK), tl.float32)
+        row_side = tl.zeros((64, BK), tl.float32)  # of dk, not yet times beta
         for step_v in range(0, steps_v):
             value = step_v * BV + tl.arange(0, BV)[None, :]
-            state_offset = tl.trans(channel) * WIDTH_V + value
-            state = tl.load(h + state_offset)
-            d_state = tl.load(dh + state_offset)
-            passed_on += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
-            written = load_rows(v_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
-            from_write = tl.dot(written, tl.trans(d_state), from_write, input_precision=PRECISION)
+            state = tl.trans(tl.load(h + tl.trans(channel) * WIDTH_V + value))
             dx = load_rows(dv_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
-            from_residual = tl.dot(dx, tl.trans(state), from_residual, input_precision=PRECISION)
+            row_side = tl.dot(dx, state, row_side, input_precision=PRECISION)
             if HAS_OUTPUT:
                 d_out = load_rows(d_output, row, rows, value, V, H * V, MASK_V).to(tl.float32) * scale
-                from_output = tl.dot(d_out.to(OPERAND), tl.trans(state), from_output, input_precision=PRECISION)
-
-        # Three sums: dq; the row side of dk, which beta scales; and its column side. The gate's gradient takes the
-        # column side with the other sign, so no pair needs a product of its own for it.
-        gate_tile = load_rows(gate, row, rows, channel, K, H * K, MASK_K)
-        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, channel, K, H * K, MASK_K)
-        decay = tl.exp2(gate_tile)
-        dq = from_output * decay
-        row_side = from_residual * -decay
-        from_write *= tl.exp2(-tl.abs(gate_last - gate_tile))
-        own_write = tl.sum(tl.where(row == rows - 1, from_write, 0.0), axis=0)[None, :]  # its decay is 2^0: not dg's
-        column_side = tl.where(row == rows - 1, 0.0, from_write)
-        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
-        passed_on = passed_on[None, :] * tl.exp2(gate_last) + tl.sum(k_tile * column_side, axis=0)[None, :]
-        # The levels' row sides, then their column sides: one loop over both would not fit the registers.
+                dq = tl.dot(d_out.to(OPERAND), state, dq, input_precision=PRECISION)
+        decay = tl.exp2(load_rows(gate, row, rows, channel, K, H * K, MASK_K))
+        dq *= decay
+        row_side *= -decay
         for log_level in range(3 if ANCHORED else 0, 6):
-            above, below = pair_factors(
-                gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED
-            )  # fmt: skip
+            above, below = pair_factors(gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED)
             k_below = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * below
             k_below = k_below.to(PAIR_OPERAND)
             scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
@@ -161,10 +145,34 @@ def input_gradients_kernel(
             lower = load_rows(a_inv, row, rows, j, 64, H * 64, False)
             lower = served_pairs(lower, row, j, log_level, ANCHORED).to(PAIR_OPERAND)
             row_side += matmul(lower, k_below, PAIR_PRECISION) * above
+        q_tile = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        d_beta += tl.sum(k_tile * row_side, axis=1)
+        row_side *= beta_row
+        tl.store(dg_out + target, q_tile * dq + k_tile * row_side, mask=in_target)
+        dq += d_diagonal[:, None] * k_tile
+        tl.store(dq_out + target, dq.to(dq_out.dtype.element_ty), mask=in_target)
+        dk = row_side + d_diagonal[:, None] * q_tile
+        tl.debug_barrier()
+
+        column_side = tl.zeros((64, BK), tl.float32)
+        passed_on = tl.zeros((BK,), tl.float32)
+        for step_v in range(0, steps_v):
+            value = step_v * BV + tl.arange(0, BV)[None, :]
+            state = tl.load(h + tl.trans(channel) * WIDTH_V + value)
+            d_state = tl.load(dh + tl.trans(channel) * WIDTH_V + value)
+            passed_on += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
+            written = load_rows(v_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
+            column_side = tl.dot(written, tl.trans(d_state), column_side, input_precision=PRECISION)
+        gate_tile = load_rows(gate, row, rows, channel, K, H * K, MASK_K)
+        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, channel, K, H * K, MASK_K)
+        column_side *= tl.exp2(-tl.abs(gate_last - gate_tile))
+        dk += tl.where(row == rows - 1, column_side, 0.0)  # the last row's own write decays by 2^0: it is not dg's
+        column_side = tl.where(row == rows - 1, 0.0, column_side)
+        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        passed_on = passed_on[None, :] * tl.exp2(gate_last) + tl.sum(k_tile * column_side, axis=0)[None, :]
         for log_level in range(3 if ANCHORED else 0, 6):
-            above, below = pair_factors(
-                gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED
-            )  # fmt: skip
+            above, below = pair_factors(gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED)
             scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
             scores = tl.trans(served_pairs(scores, row, j, log_level, ANCHORED).to(PAIR_OPERAND))
             q_above = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above
@@ -174,19 +182,11 @@ def input_gradients_kernel(
             k_above = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above * beta_row
             pairs = tl.dot(lower, k_above.to(PAIR_OPERAND), pairs, input_precision=PAIR_PRECISION)
             column_side += pairs * below
-
-        q_tile = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        tl.store(dk_out + target, (dk + column_side).to(dk_out.dtype.element_ty), mask=in_target)
         k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
-        d_beta += tl.sum(k_tile * row_side, axis=1)
-        row_side *= beta_row
-        dg = q_tile * dq + k_tile * (row_side - column_side) + tl.where(row == rows - 1, passed_on, 0.0)
-        dq += d_diagonal[:, None] * k_tile
-        dk = row_side + column_side + d_diagonal[:, None] * q_tile + tl.where(row == rows - 1, own_write, 0.0)
-        target = row * (H * K) + channel
-        mask = in_rows & (channel < K)
-        tl.store(dq_out + target, dq.to(dq_out.dtype.element_ty), mask=mask)
-        tl.store(dk_out + target, dk.to(dk_out.dtype.element_ty), mask=mask)
-        tl.store(dg_out + target, dg * 0.6931471805599453, mask=mask)  # ln 2: the gate is a log2
+        dg = tl.load(dg_out + target, mask=in_target, other=0.0) - k_tile * column_side
+        dg += tl.where(row == rows - 1, passed_on, 0.0)
+        tl.store(dg_out + target, dg * 0.6931471805599453, mask=in_target)  # ln 2: the gate is a log2
     rows_1d = tl.arange(0, 64)
     tl.store(dbeta_out + first + rows_1d * H, d_beta.to(dbeta_out.dtype.element_ty), mask=rows_1d < rows)
 

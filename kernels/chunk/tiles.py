@@ -113,14 +113,6 @@ def only_level(tile, log_level):
 
 
 @triton.jit
-def level_factors(gate_tile, gate_anchor, row, level):
-    """2^-|G - G_r| for the rows of the upper halves and for those of the lower halves, zero for the others."""
-    factor = tl.exp2(-tl.abs(gate_tile - gate_anchor))
-    upper = (row & level) != 0
-    return tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor)
-
-
-@triton.jit
 def merge_product(a, b, FULL: tl.constexpr):
     if FULL:
         return tl.dot(a, b, input_precision="tf32x3", out_dtype=tl.float32)
