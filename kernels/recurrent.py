@@ -201,7 +201,7 @@ def _recurrent_kda_kernel(
 @triton.jit
 def _l2_normalised(x, eps, LOG2_WIDTH: tl.constexpr):
     """x [2^LOG2_WIDTH] scaled to unit norm; neighbours are added pairwise, in one order for every number of warps."""
-    squares = x * x
+    squares = tl.maximum(x * x, 0.0)  # changes nothing but keeps a square from being fused into a sum, unrounded
     for _ in tl.static_range(LOG2_WIDTH):
         squares = tl.sum(tl.reshape(squares, [squares.shape[0] // 2, 2]), axis=1)
     return x * tl.rsqrt(tl.sum(squares, axis=0) + eps)
@@ -314,6 +314,12 @@ def _block_k(key_width: int) -> int:
     return max(triton.next_power_of_2(key_width), 16)
 
 
+def _fused(key_width: int) -> bool:
+    """Whether multiplies and adds may be fused. Where a thread adds two or four products, the compiler's choice of the
+    product that stays unrounded was seen to go with the tile (Triton 3.6); in longer sums it does not."""
+    return key_width > 32
+
+
 def launch_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -369,6 +375,7 @@ def launch_recurrent_kda(
             PACKED=cu_seqlens is not None,
             num_warps=config.num_warps,
             maxnreg=config.registers,
+            enable_fp_fusion=_fused(key_width),
         )
     return output, final_state
 
@@ -433,7 +440,7 @@ def launch_recurrent_kda_step(
             EPS=L2NORM_EPS,
             num_warps=config.num_warps,
             maxnreg=config.registers,
-            enable_fp_fusion=False,  # fused or not, a square's rounding would go with the layout
+            enable_fp_fusion=_fused(key_width),
         )
     return output
 

@@ -678,7 +678,9 @@ def test_gpu_step_widths(row, gate):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ["bf16", "fp32"])
-@pytest.mark.parametrize("key_width, value_width", [(16, 128), (64, 128), (100, 60), (128, 128), (128, 33), (256, 64)])
+@pytest.mark.parametrize(
+    "key_width, value_width", [(16, 128), (30, 64), (64, 128), (100, 60), (128, 128), (128, 33), (256, 64)]
+)
 def test_gpu_tiles_change_no_bit(key_width, value_width, row):
     assert_tiles_agree(key_width, value_width, 20, row)
 
