@@ -74,7 +74,7 @@ def _full(logits: Tensor) -> Tensor:
 
 
 def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token from one row of logits [vocab_size], drawn on the CPU in FP32.
+    """The next token from one row of logits [vocab_size], drawn on the CPU in FP64.
 
     Raises:
         ValueError: logits that are not finite.
@@ -84,9 +84,8 @@ def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
         raise ValueError("the model's logits are not finite; the checkpoint or the dtype is at fault")
     if sampling.temperature == 0:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
-    order = torch.sort(logits, descending=True, stable=True)
-    kept = order.values
+    order = torch.sort(logits.double(), descending=True, stable=True)
+    kept = (order.values - order.values[0]) / sampling.temperature  # no temperature is too low
     if sampling.top_k:
         kept = kept[: sampling.top_k]
     probabilities = torch.softmax(kept, 0)

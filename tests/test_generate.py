@@ -1,0 +1,369 @@
+"""Prefill, decode and sampling, in FP32 on a tiny decoder, against forwards without a cache."""
+
+import math
+
+import pytest
+import torch
+
+from titan_kda.cache import KDACache, select
+from titan_kda.generate import Sample, Sampling, Speed, decode, generate, inference, pick_token, prefill
+from titan_kda.model import Decoder, ModelArgs
+
+TINY = dict(vocab_size=264, dim=32, n_layers=2, n_heads=2, key_width=8, value_width=12, ffn_width=48)
+CPU = torch.device("cpu")
+LENGTHS = (1, 2, 3, 5, 63, 64, 65, 100)  # one token, shorter than the convolution, about a chunk, more than one
+NEW = 16
+GREEDY = Sampling(NEW, temperature=0)
+TIE = 1e-4
+"""Two best logits that lie closer may swap: where they do, comparison ends."""
+
+
+def make(**changes):
+    model = Decoder(ModelArgs(**{**TINY, **changes}))
+    with torch.no_grad():
+        model.init_weights(seed=1)
+        for layer in model.layers.values():  # a fresh model hardly looks back: its layers add little to the stream
+            layer.mixer.o_proj.weight *= 50
+    return model
+
+
+def some_tokens(length, seed=0):
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+PROMPTS = [some_tokens(length) for length in LENGTHS]
+
+
+@torch.no_grad()
+def without_cache(model, prompt, count=NEW):
+    """Greedy tokens by a whole forward for each, and how far ahead of the second best each was."""
+    tokens, margins = list(prompt), []
+    for _ in range(count):
+        best = model(torch.tensor([tokens]))[0, -1].topk(2)
+        tokens.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+    return tokens[len(prompt) :], margins
+
+
+def compare(got, want, margins):
+    """Asserts that two greedy texts are the same up to the first tie, which must come late."""
+    assert len(got) == len(want) == len(margins)
+    tie = next((i for i, margin in enumerate(margins) if margin < TIE), len(want))
+    assert tie >= NEW // 2, "the prompts make no test: choose others"
+    assert got[:tie] == want[:tie]
+
+
+def run(model, prompts, sampling=GREEDY, keys=None, **options):
+    samples = [Sample(list(prompt), key="" if keys is None else keys[i]) for i, prompt in enumerate(prompts)]
+    generate(model, samples, sampling, **options)
+    return samples
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Each prompt's greedy text and margins."""
+    model = make(eval_backend="chunk")
+    return [without_cache(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("backend", ["chunk", "recurrent", "auto"])
+def test_greedy_text_is_that_of_whole_forwards(reference, backend, together):
+    model = make(prefill_backend=backend)
+    if together:
+        samples = run(model, PROMPTS)
+    else:
+        samples = [sample for prompt in PROMPTS for sample in run(model, [prompt])]
+    for sample, (want, margins) in zip(samples, reference):
+        compare(sample.tokens, want, margins)
+        assert sample.finished == "length"
+
+
+def test_the_reference_does_not_hang_on_its_backend(reference):
+    model = make(eval_backend="recurrent")
+    for i in (3, 6):
+        compare(without_cache(model, PROMPTS[i])[0], *reference[i])
+
+
+@pytest.mark.parametrize("lost", ["state", "conv_q", "conv_k", "conv_v"])
+def test_the_comparison_sees_what_the_cache_holds(reference, lost):
+    model = make()
+    cache = model.new_cache()
+    logits = prefill(model, [PROMPTS[5]], cache, CPU)
+    tokens = []
+    for i in range(NEW):
+        tokens.append(int(logits[0].argmax()))
+        getattr(cache[0], lost).zero_()
+        logits = decode(model, tokens[-1:], cache, CPU)
+    assert tokens[0] == reference[5][0][0] and tokens != reference[5][0]
+
+
+@pytest.mark.parametrize("backends", [("chunk", "chunk"), ("recurrent", "chunk"), ("chunk", "recurrent")])
+@pytest.mark.parametrize("cuts", [(1,), (37,), (64,), (65, 66), (2, 3, 99)])
+def test_a_prompt_in_pieces(reference, backends, cuts):
+    """Pieces end at multiples of 64 and elsewhere; one of a single token is a decode step."""
+    prompt, (want, margins) = PROMPTS[-1], reference[-1]
+    models = [make(prefill_backend=backend) for backend in backends]
+    cache = models[0].new_cache()
+    for i, (start, end) in enumerate(zip((0, *cuts), (*cuts, len(prompt)))):
+        logits = prefill(models[min(i, 1)], [prompt[start:end]], cache, CPU)
+    tokens = []
+    for _ in range(NEW):
+        tokens.append(int(logits[0].argmax()))
+        logits = decode(models[0], tokens[-1:], cache, CPU)
+    compare(tokens, want, margins)
+
+
+def test_prompts_of_different_lengths_in_pieces(reference):
+    """A second piece that is one token for one sequence and many for another."""
+    model, pair = make(), (PROMPTS[3], PROMPTS[7])
+    cache = model.new_cache()
+    prefill(model, [pair[0][:4], pair[1][:2]], cache, CPU)
+    logits = prefill(model, [pair[0][4:], pair[1][2:]], cache, CPU)
+    tokens = [[], []]
+    for _ in range(NEW):
+        last = logits.argmax(-1).tolist()
+        for text, token in zip(tokens, last):
+            text.append(token)
+        logits = decode(model, last, cache, CPU)
+    compare(tokens[0], *reference[3])
+    compare(tokens[1], *reference[7])
+
+
+def test_prompts_that_are_the_same_are_read_once_and_go_their_own_ways(reference):
+    model, speed = make(), Speed()
+    order = [7, 2, 7, 7, 2]
+    samples = run(model, [PROMPTS[i] for i in order], speed=speed)
+    for i, sample in zip(order, samples):
+        compare(sample.tokens, *reference[i])
+    assert speed.prefill_tokens == LENGTHS[7] + LENGTHS[2]
+    apart = run(model, [PROMPTS[2]] * 4, Sampling(NEW, temperature=1.0, top_p=1))
+    assert len({tuple(sample.tokens) for sample in apart}) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(gate="softplus", allow_neg_eigval=True, output_gate="full"),
+        dict(conv_width=1, tie_embeddings=True),
+        dict(conv_width=7, n_heads=1, key_width=5, value_width=3, dim=24),
+    ],
+)
+def test_other_layers(options):
+    model = make(**options, eval_backend="chunk")
+    prompts = [PROMPTS[0], PROMPTS[3], PROMPTS[6]]
+    for sample, prompt in zip(run(model, prompts), prompts):
+        want, margins = without_cache(model, prompt, 8)
+        compare(sample.tokens[:8], want, margins)
+
+
+def test_a_stream_padded_for_sequence_parallelism(reference):
+    model = make()
+    model.sequence_width = 6  # as tensor parallelism over six ranks sets it; 303 prompt tokens and 8 sequences
+    for sample, (want, margins) in zip(run(model, PROMPTS), reference):
+        compare(sample.tokens, want, margins)
+
+
+# ---- ends ----
+
+
+def test_a_sequence_ends_at_eos_and_the_others_go_on(reference):
+    eos = reference[3][0][4]
+    at = [want.index(eos) if eos in want else NEW for want, _ in reference]
+    assert at[3] <= 4 and NEW in at
+    heard, ended = [[] for _ in PROMPTS], []
+    samples = run(
+        make(),
+        PROMPTS,
+        eos_id=eos,
+        on_token=lambda i, token: heard[i].append(token),
+        on_end=ended.append,
+    )
+    for sample, (want, _), end, tokens in zip(samples, reference, at, heard):
+        assert sample.tokens == tokens == want[:end]  # the end-of-sequence token itself is left out
+        assert sample.finished == ("length" if end == NEW else "eos")
+    assert sorted(ended) == list(range(len(PROMPTS))) and ended[0] == at.index(min(at))
+
+
+def test_a_listener_stops_a_sequence(reference):
+    heard = [0, 0]
+
+    def listen(i, token):
+        heard[i] += 1
+        return i == 1 and heard[1] == 3
+
+    samples = run(make(), [PROMPTS[4], PROMPTS[5]], on_token=listen)
+    assert (samples[0].finished, samples[1].finished) == ("length", "stop")
+    assert samples[1].tokens == reference[5][0][:3] and heard == [NEW, 3]
+
+
+def test_one_token_needs_no_decode_step():
+    speed = Speed()
+    (sample,) = run(make(), [PROMPTS[2]], Sampling(1, temperature=0), speed=speed)
+    assert len(sample.tokens) == 1 and sample.finished == "length"
+    assert (speed.prefill_tokens, speed.decode_tokens) == (3, 0) and speed.prefill_seconds > 0
+    run(make(), [PROMPTS[2]] * 2, Sampling(4, temperature=0), speed=(speed := Speed()))
+    assert (speed.prefill_tokens, speed.decode_tokens) == (3, 6) and speed.decode_seconds > 0
+
+
+def test_nothing_to_do_and_nothing_to_read():
+    generate(make(), [], GREEDY)
+    with pytest.raises(ValueError, match="at least one token"):
+        run(make(), [PROMPTS[1], []])
+
+
+# ---- draws ----
+
+
+def test_draws_depend_on_the_seed_and_the_sample_alone():
+    model, drawn = make(), Sampling(NEW, temperature=1.0, top_p=1.0, seed=5)
+    prompts = [PROMPTS[3], PROMPTS[6]]
+    state = torch.get_rng_state()
+    first = [sample.tokens for sample in run(model, prompts, drawn, keys=["a", "b"])]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert [sample.tokens for sample in run(model, prompts, drawn, keys=["a", "b"])] == first
+    assert [run(model, [p], drawn, keys=[k])[0].tokens for p, k in zip(prompts, "ab")] == first
+    assert run(model, prompts[:1], drawn, keys=["b"])[0].tokens != first[0]
+    assert run(model, prompts[:1], Sampling(NEW, 1.0, 0, 1.0, seed=6), keys=["a"])[0].tokens != first[0]
+
+
+def test_top_k_of_one_is_greedy(reference):
+    samples = run(make(), PROMPTS, Sampling(NEW, temperature=5.0, top_k=1, top_p=1.0))
+    for sample, (want, margins) in zip(samples, reference):
+        compare(sample.tokens, want, margins)
+
+
+def test_tokens_past_the_tokenizers_are_never_drawn():
+    for sampling in (GREEDY, Sampling(64, temperature=20.0, top_p=1.0)):
+        tokens = {token for sample in run(make(), PROMPTS, sampling, vocab_size=7) for token in sample.tokens}
+        assert 1 < len(tokens) and max(tokens) < 7
+
+
+def counts(logits, sampling, draws=4000):
+    generator = torch.Generator().manual_seed(3)
+    drawn = [pick_token(logits, sampling, generator) for _ in range(draws)]
+    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / draws
+
+
+HALF = torch.tensor([0.05, 0.5, 0.15, 0.3]).log()
+
+
+@pytest.mark.parametrize(
+    "sampling, want",
+    [
+        (Sampling(temperature=1.0, top_p=1.0), [0.05, 0.5, 0.15, 0.3]),
+        (Sampling(temperature=0.5, top_p=1.0), [0.0025, 0.25, 0.0225, 0.09]),
+        (Sampling(temperature=1.0, top_k=2, top_p=1.0), [0, 0.5, 0, 0.3]),
+        (Sampling(temperature=1.0, top_k=9, top_p=1.0), [0.05, 0.5, 0.15, 0.3]),
+        (Sampling(temperature=1.0, top_p=0.79), [0, 0.5, 0, 0.3]),
+        (Sampling(temperature=1.0, top_p=0.81), [0, 0.5, 0.15, 0.3]),
+        (Sampling(temperature=1.0, top_p=0.49), [0, 1, 0, 0]),
+        (Sampling(temperature=1.0, top_p=1e-30), [0, 1, 0, 0]),
+        (Sampling(temperature=1.0, top_k=3, top_p=0.8), [0, 0.5, 0, 0.3]),  # 0.5 and 0.3 of 0.95
+        (Sampling(temperature=1e-320, top_p=1.0), [0, 1, 0, 0]),
+        (Sampling(temperature=1e300, top_p=1.0), [1, 1, 1, 1]),
+    ],
+)
+def test_draws_have_their_distribution(sampling, want):
+    want = torch.tensor(want, dtype=torch.float32)
+    want /= want.sum()
+    got = counts(HALF, sampling)
+    assert torch.equal(got > 0, want > 0)
+    assert (got - want).abs().max() < 5 * 0.5 / math.sqrt(4000)
+
+
+def test_greedy_takes_the_first_of_equals_whatever_top_k():
+    logits = torch.tensor([0.0, 3.0, 3.0, 1.0])
+    for sampling in (GREEDY, Sampling(temperature=1.0, top_k=1)):
+        assert pick_token(logits, sampling, torch.Generator()) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_not_finite(value):
+    model = make()
+    model.train()
+    with torch.no_grad():
+        model.output.weight[5, 0] = value
+    for sampling in (GREEDY, Sampling()):
+        with pytest.raises(ValueError, match="not finite"):
+            run(model, PROMPTS[:1], sampling)
+        assert model.training and torch.is_grad_enabled()
+
+
+# ---- what is left behind ----
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_and_gradients_come_back_however_it_ends(training):
+    model = make()
+    model.train(training)
+    seen = []
+
+    def listen(i, token):
+        seen.append((model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        if len(seen) == 3:
+            raise RuntimeError("enough")
+
+    run(model, PROMPTS[:1], Sampling(2, temperature=0), on_token=listen)
+    assert model.training is training and torch.is_grad_enabled()
+    with pytest.raises(RuntimeError, match="enough"):
+        run(model, PROMPTS[:1], on_token=listen)
+    assert model.training is training and all(module.training is training for module in model.modules())
+    assert torch.is_grad_enabled() and set(seen) == {(False, False, False)}
+    loss = model(torch.tensor([PROMPTS[6]])).square().mean()  # and it trains on
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    with pytest.raises(KeyboardInterrupt), inference(model):
+        raise KeyboardInterrupt
+    assert model.training is training and torch.is_grad_enabled()
+
+
+def test_an_interruption_keeps_what_there_is(reference):
+    model, ended = make(), []
+    samples = [Sample(PROMPTS[3]), Sample(PROMPTS[4]), Sample(PROMPTS[5])]
+
+    def listen(i, token):
+        if i == 1 and len(samples[1].tokens) == 4:
+            raise KeyboardInterrupt
+        return i == 2
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, samples, GREEDY, on_token=listen, on_end=ended.append)
+    assert [len(sample.tokens) for sample in samples] == [4, 4, 1] and ended == [2]
+    assert [sample.finished for sample in samples] == [None, None, "stop"]
+    for sample, (want, _) in zip(samples, reference[3:]):
+        assert sample.tokens == want[: len(sample.tokens)]
+
+
+# ---- the cache ----
+
+
+def test_select_copies_rows():
+    def draw(*shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+    cache = [KDACache(draw(3, 2, 8, 12), draw(3, 3, 16), draw(3, 3, 16), draw(3, 3, 24)) for _ in range(2)]
+    kept = [layer.state.clone() for layer in cache]
+    chosen = select(cache, [2, 0, 2])
+    for layer, old in zip(chosen, cache):
+        for name in ("state", "conv_q", "conv_k", "conv_v"):
+            assert torch.equal(getattr(layer, name), getattr(old, name)[[2, 0, 2]])
+        layer.state.zero_()  # a decode step writes into its cache
+        layer.state[0] = 1
+        assert layer.state[2].eq(0).all()
+    assert all(torch.equal(layer.state, state) for layer, state in zip(cache, kept))
+    assert select(cache, [])[0].state.shape == (0, 2, 8, 12)
+    assert select([KDACache()], [0])[0] == KDACache()
+
+
+def test_a_cache_is_as_large_after_many_tokens_as_after_one():
+    model = make()
+
+    def size(cache):
+        return sum(t.numel() for layer in cache for t in vars(layer).values())
+
+    short, long = model.new_cache(), model.new_cache()
+    prefill(model, [PROMPTS[0]], short, CPU)
+    prefill(model, [PROMPTS[7]], long, CPU)
+    assert size(short) == size(long) > 0 and long[0].state.dtype == torch.float32
