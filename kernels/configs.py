@@ -10,23 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """recurrent_kda and recurrent_kda_step: one program holds the state tile [K, block_v] in registers.
-
-    Every tile below lays K out over at most eight threads, which is what the kernels' fixed order of sums asks for: so
-    the choice may follow the batch size and T and change no bit.
-    """
+    """recurrent_kda and recurrent_kda_step: one program holds the state tile [K, block_v] in registers."""
 
     block_v: int
     num_warps: int
     registers: int | None = None
-    """A cap for the compiler, None for its own choice."""
+    """The step's cap for the compiler, None for its own choice."""
 
 
 def recurrent_config(key_width: int, value_width: int, rows: int, one_token: bool) -> RecurrentConfig:
     """The scan's tile, on an H200, from the number of sequences times heads and whether each has one token.
 
     Few rows want many programs; one token is bound by bandwidth, and wide tiles read longer pieces of a state's row;
-    many tokens are bound by instructions, and one warp that owns its columns needs no barrier in its sums.
+    many tokens are bound by instructions, and one warp that owns its columns needs no barrier in its sums. Every tile
+    here spreads K over at most eight threads, which is what the kernel's fixed order of sums asks for: so the choice
+    changes no bit.
     """
     if rows <= 64:
         block_v, num_warps = 16, 1
@@ -34,28 +32,21 @@ def recurrent_config(key_width: int, value_width: int, rows: int, one_token: boo
         block_v, num_warps = 64, 4
     else:
         block_v, num_warps = 32, 1
-    return _fit(block_v, num_warps, key_width, value_width)
+    return _fit(RecurrentConfig(block_v, num_warps), key_width, value_width)
 
 
-def recurrent_step_config(key_width: int, value_width: int, rows: int) -> RecurrentConfig:
-    """The decode step's tile, likewise."""
-    if rows < 1024:
-        return _fit(16, 1, key_width, value_width)
-    return _fit(
-        64, 4, key_width, value_width, registers=128
-    )  # four programs to an SM; the compiler's choice gives three
+def recurrent_step_config(key_width: int, value_width: int) -> RecurrentConfig:
+    """The decode step's tile, one for every batch size: two tiles' programs round differently in the last bit. 128
+    registers let four programs share an SM; the compiler's own choice, three."""
+    return _fit(RecurrentConfig(block_v=64, num_warps=4, registers=128), key_width, value_width)
 
 
-def _fit(
-    block_v: int, num_warps: int, key_width: int, value_width: int, registers: int | None = None
-) -> RecurrentConfig:
+def _fit(config: RecurrentConfig, key_width: int, value_width: int) -> RecurrentConfig:
     """The tile cut down to the registers of a wide K, and to a narrow V."""
     if key_width > 128:
-        block_v, num_warps, registers = (*((32, 2) if num_warps > 1 else (16, 1)), None)
+        config = RecurrentConfig(32, 2) if config.num_warps > 1 else RecurrentConfig(16, 1)
     width = max(8, _power_of_2(value_width))
-    if width < block_v:
-        block_v, num_warps, registers = width, 1, None
-    return RecurrentConfig(block_v, num_warps, registers)
+    return config if width >= config.block_v else RecurrentConfig(width, 1)
 
 
 def _power_of_2(width: int) -> int:
@@ -70,7 +61,6 @@ class ChunkConfig:
 
     prepare_warps: int
     prepare_block: int
-    prepare_stages: int
     prepare_registers: int | None
     scan_warps: int
     scan_stages: int
@@ -85,7 +75,6 @@ def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
     return ChunkConfig(
         prepare_warps=4,
         prepare_block=64,
-        prepare_stages=1,
         prepare_registers=None,
         scan_warps=8 if wide else 4,
         scan_stages=1 if full_precision or wide else 3,

@@ -48,6 +48,7 @@ from .backward_inputs import input_gradients
 from .backward_scan import backward_scan
 from .prepare import prepare
 from .scan import scan
+from .tiles import operand_dtype
 
 # ---- the reference path ----
 
@@ -166,8 +167,12 @@ def _triton_backward(
         return (*(x.new_zeros(x.shape) for x in inputs), no_state)
     q, k, v, cumulative_gate, beta, initial_state = _contiguous(*inputs, initial_state)
     grad_output, grad_final_state = _contiguous(grad_output, grad_final_state)
+    # FP16 cannot hold a factor such as 2^-72, and where every gate is strong the gradients of the gate and of the initial
+    # state are made of nothing else: its backward runs on FP32 operands.
+    dtype = operand_dtype(q, k, v)
+    dtype = torch.float32 if dtype == torch.float16 else dtype
     with on_device(q):
-        prepared = prepare(q, k, v, cumulative_gate, beta, cu_seqlens, gate_lower_bound, save_inverse=True)
+        prepared = prepare(q, k, v, cumulative_gate, beta, cu_seqlens, gate_lower_bound, save_inverse=True, dtype=dtype)
         a_qk, a_inv = prepared.a_qk, prepared.a_inv
         h, v_new, dh, dv_new, grad_initial_state = backward_scan(
             prepared, cumulative_gate, v.shape[3], initial_state, cu_seqlens, grad_output, grad_final_state

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import configs
 from .prepare import anchored_half_range, takes_anchored_diagonal
-from .tiles import chunk_slots, load_rows, locate_chunk, matmul, operand_dtype
+from .tiles import chunk_slots, load_rows, locate_chunk, matmul
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def input_gradients_kernel(
     T, N, H, K, V, steps, steps_v, half_range, scale,
     PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, HAS_OUTPUT: tl.constexpr,
     WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr, PAIR_PRECISION: tl.constexpr, PAIR_OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -138,13 +138,13 @@ def input_gradients_kernel(
         for log_level in range(3 if ANCHORED else 0, 6):
             above, below = pair_factors(gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED)
             k_below = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * below
-            k_below = k_below.to(PAIR_OPERAND)
+            k_below = k_below.to(OPERAND)
             scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
-            scores = served_pairs(scores, row, j, log_level, ANCHORED).to(PAIR_OPERAND)
-            dq += matmul(scores, k_below, PAIR_PRECISION) * above
+            scores = served_pairs(scores, row, j, log_level, ANCHORED).to(OPERAND)
+            dq += matmul(scores, k_below, PRECISION) * above
             lower = load_rows(a_inv, row, rows, j, 64, H * 64, False)
-            lower = served_pairs(lower, row, j, log_level, ANCHORED).to(PAIR_OPERAND)
-            row_side += matmul(lower, k_below, PAIR_PRECISION) * above
+            lower = served_pairs(lower, row, j, log_level, ANCHORED).to(OPERAND)
+            row_side += matmul(lower, k_below, PRECISION) * above
         q_tile = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
         k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
         d_beta += tl.sum(k_tile * row_side, axis=1)
@@ -174,13 +174,13 @@ def input_gradients_kernel(
         for log_level in range(3 if ANCHORED else 0, 6):
             above, below = pair_factors(gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED)
             scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
-            scores = tl.trans(served_pairs(scores, row, j, log_level, ANCHORED).to(PAIR_OPERAND))
+            scores = tl.trans(served_pairs(scores, row, j, log_level, ANCHORED).to(OPERAND))
             q_above = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above
-            pairs = matmul(scores, q_above.to(PAIR_OPERAND), PAIR_PRECISION)
+            pairs = matmul(scores, q_above.to(OPERAND), PRECISION)
             lower = load_rows(a_inv, row, rows, j, 64, H * 64, False)
-            lower = tl.trans(served_pairs(lower, row, j, log_level, ANCHORED).to(PAIR_OPERAND))
+            lower = tl.trans(served_pairs(lower, row, j, log_level, ANCHORED).to(OPERAND))
             k_above = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above * beta_row
-            pairs = tl.dot(lower, k_above.to(PAIR_OPERAND), pairs, input_precision=PAIR_PRECISION)
+            pairs = tl.dot(lower, k_above.to(OPERAND), pairs, input_precision=PRECISION)
             column_side += pairs * below
         tl.store(dk_out + target, (dk + column_side).to(dk_out.dtype.element_ty), mask=in_target)
         k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
@@ -215,12 +215,9 @@ def input_gradients(
     grads = tuple(torch.empty_like(x) for x in (q, k, v, cumulative_gate, beta))
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
-    dtype = operand_dtype(q, k, v)
-    anchored = takes_anchored_diagonal(dtype, gate_lower_bound)
-    # FP16 cannot hold a factor such as 2^-72, and the gate's gradient is made of nothing else where every gate is
-    # strong: its pairs run as FP32.
-    wide_pairs = dtype != torch.bfloat16
-    config = configs.chunk_config(width_k, dtype == torch.float32)
+    full = v_new.dtype == torch.float32
+    anchored = takes_anchored_diagonal(v_new.dtype, gate_lower_bound)
+    config = configs.chunk_config(width_k, full)
     block = config.inputs_block
     input_gradients_kernel[(chunk_slots(tokens, sequences, packed) * heads,)](
         q, k, v, cumulative_gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, v if d_output is None else d_output,
@@ -228,8 +225,7 @@ def input_gradients(
         anchored_half_range(gate_lower_bound) if anchored else 0.0, key_width**-0.5,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
         HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
-        PRECISION="tf32x3" if dtype == torch.float32 else "tf32", PAIR_PRECISION="tf32x3" if wide_pairs else "tf32",
-        PAIR_OPERAND=tl.float32 if wide_pairs else tl.bfloat16,
+        PRECISION="tf32x3" if full else "tf32",
         num_warps=config.inputs_warps, num_stages=1,
     )  # fmt: skip
     return grads

@@ -25,7 +25,7 @@ from .tiles import (
     chunk_slots,
     invert_unit_lower,
     keep_levels,
-    load_rows,
+    load_clamped,
     locate_chunk,
     matmul,
     operand_dtype,
@@ -43,28 +43,60 @@ class Prepared(NamedTuple):
 
 
 @triton.jit
-def pair_factors(gate_tile, gate_anchor, row, log_level, half_range, ANCHORED: tl.constexpr):
-    """The factors of a level's rows and columns, zero where a row is no such (tiles.py).
+def add_products(
+    q_scores, k_scores, q, k, above, below, row, column, K, stride, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Adds <q_i above_i, k_j below_j> and <k_i above_i, k_j below_j>; the products are formed in the operands' type."""
+    above = above.to(OPERAND)
+    q_tile = load_clamped(q, row, column, K, stride, MASKED).to(OPERAND)
+    k_tile = load_clamped(k, row, column, K, stride, MASKED).to(OPERAND)
+    k_column = tl.trans(k_tile * below.to(OPERAND))
+    q_scores = tl.dot(q_tile * above, k_column, q_scores, input_precision=PRECISION)
+    k_scores = tl.dot(k_tile * above, k_column, k_scores, input_precision=PRECISION)
+    return q_scores, k_scores
 
-    Where ANCHORED, log_level 3 stands for all levels below 16: a promised bound admits one product around each block's
-    first row, shifted by half the block's range so that both factors stay within 2^(+-half_range). The clamp keeps
-    broken promises finite.
-    """
-    delta = gate_tile - gate_anchor
+
+@triton.jit
+def add_level(
+    q_scores, k_scores, q, k, gate, rows, K, stride, steps, log_level,
+    BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Adds one level's pairs to <q_i D_ij, k_j> and <k_i D_ij, k_j>."""
+    row = tl.arange(0, 64)[:, None]
+    anchor = tl.minimum((row & -(2 << log_level)) + (1 << log_level), rows - 1)
     upper = (row & (1 << log_level)) != 0
-    if ANCHORED:
-        block = log_level == 3
-        shift = tl.where(block, half_range, 0.0)
-        delta = tl.where(block, tl.minimum(tl.maximum(delta + shift, -shift), shift), -tl.abs(delta))
-        above = tl.exp2(delta)
-        below = tl.exp2(tl.where(block, -delta, delta))
-        above = tl.where(upper | block, above, 0.0)
-        below = tl.where(upper & (log_level != 3), 0.0, below)
-    else:
-        factor = tl.exp2(-tl.abs(delta))
-        above = tl.where(upper, factor, 0.0)
-        below = tl.where(upper, 0.0, factor)
-    return above, below
+    row = tl.minimum(row, rows - 1)
+    for step in range(0, steps):
+        column = step * BK + tl.arange(0, BK)[None, :]
+        gate_tile = load_clamped(gate, row, column, K, stride, MASKED)
+        factor = tl.exp2(-tl.abs(gate_tile - load_clamped(gate, anchor, column, K, stride, MASKED)))
+        q_scores, k_scores = add_products(
+            q_scores, k_scores, q, k, tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor), row, column, K, stride,
+            MASKED, PRECISION, OPERAND,
+        )  # fmt: skip
+    return keep_levels(q_scores, log_level + 1), keep_levels(k_scores, log_level + 1)
+
+
+@triton.jit
+def add_anchored_blocks(
+    q_scores, k_scores, q, k, gate, rows, K, stride, half_range, steps,
+    BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Levels 1 to 8 at once, under a promised bound: products around each block's first row, shifted by half the block's
+    range so that both factors stay within 2^(+-half_range). The clamp keeps broken promises finite."""
+    row = tl.arange(0, 64)[:, None]
+    anchor = tl.minimum(row & -16, rows - 1)
+    row = tl.minimum(row, rows - 1)
+    for step in range(0, steps):
+        column = step * BK + tl.arange(0, BK)[None, :]
+        gate_tile = load_clamped(gate, row, column, K, stride, MASKED)
+        delta = gate_tile - load_clamped(gate, anchor, column, K, stride, MASKED) + half_range
+        delta = tl.minimum(tl.maximum(delta, -half_range), half_range)
+        q_scores, k_scores = add_products(
+            q_scores, k_scores, q, k, tl.exp2(delta), tl.exp2(-delta), row, column, K, stride, MASKED, PRECISION, OPERAND
+        )  # fmt: skip
+    return keep_levels(q_scores, 4), keep_levels(k_scores, 4)
 
 
 @triton.jit
@@ -73,7 +105,7 @@ def prepare_kernel(
     T, N, H, K, V, steps, steps_v, half_range,
     PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, SAVE_INVERSE: tl.constexpr,
     Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -91,24 +123,14 @@ def prepare_kernel(
     in_rows = row < rows
     q_scores = tl.zeros((64, 64), tl.float32)
     k_scores = tl.zeros((64, 64), tl.float32)
-    # All levels in one loop, so that the loads of the next step are under way during the products of this one.
-    FIRST: tl.constexpr = 3 if ANCHORED else 0
-    for index in tl.range(0, (6 - FIRST) * steps, num_stages=STAGES):
-        log_level = FIRST + index // steps
-        column = (index % steps) * BK + tl.arange(0, BK)[None, :]
-        anchor = (row & -(2 << log_level)) + (1 << log_level)
-        if ANCHORED:
-            anchor = tl.where(log_level == 3, row & -16, anchor)
-        q_tile = load_rows(q, row, rows, column, K, stride, MASK_K).to(tl.float32)
-        k_tile = load_rows(k, row, rows, column, K, stride, MASK_K).to(tl.float32)
-        gate_tile = load_rows(gate, row, rows, column, K, stride, MASK_K)
-        gate_anchor = load_rows(gate, anchor, rows, column, K, stride, MASK_K)
-        above, below = pair_factors(gate_tile, gate_anchor, row, log_level, half_range, ANCHORED)
-        k_column = tl.trans((k_tile * below).to(OPERAND))
-        q_scores = tl.dot((q_tile * above).to(OPERAND), k_column, q_scores, input_precision=PRECISION)
-        k_scores = tl.dot((k_tile * above).to(OPERAND), k_column, k_scores, input_precision=PRECISION)
-        q_scores = keep_levels(q_scores, log_level + 1)
-        k_scores = keep_levels(k_scores, log_level + 1)
+    if ANCHORED:
+        q_scores, k_scores = add_anchored_blocks(
+            q_scores, k_scores, q, k, gate, rows, K, stride, half_range, steps, BK, MASK_K, PRECISION, OPERAND
+        )  # fmt: skip
+    for log_level in range(4 if ANCHORED else 0, 6):
+        q_scores, k_scores = add_level(
+            q_scores, k_scores, q, k, gate, rows, K, stride, steps, log_level, BK, MASK_K, PRECISION, OPERAND
+        )  # fmt: skip
 
     # The rows that meet the state, and what the other outputs need of them.
     beta_row = tl.load(beta + first + row * H, mask=in_rows, other=0.0).to(tl.float32)
@@ -120,12 +142,13 @@ def prepare_kernel(
 
     dot_qk = tl.zeros((64,), tl.float32)
     square = tl.zeros((64,), tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):
+    clamped = tl.minimum(row, rows - 1)
+    for step in range(0, steps):
         column = step * BK + tl.arange(0, BK)[None, :]
-        q_tile = load_rows(q, row, rows, column, K, stride, MASK_K)
-        k_tile = load_rows(k, row, rows, column, K, stride, MASK_K)
-        gate_tile = load_rows(gate, row, rows, column, K, stride, MASK_K)
-        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, column, K, stride, MASK_K)
+        q_tile = load_clamped(q, clamped, column, K, stride, MASK_K)
+        k_tile = load_clamped(k, clamped, column, K, stride, MASK_K)
+        gate_tile = load_clamped(gate, clamped, column, K, stride, MASK_K)
+        gate_last = load_clamped(gate, rows - 1 + tl.zeros((1, 1), tl.int32), column, K, stride, MASK_K)
         dot_qk += tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), axis=1)
         if Q_NORM:
             square += tl.sum(q_tile.to(tl.float32) * q_tile.to(tl.float32), axis=1)
@@ -140,9 +163,9 @@ def prepare_kernel(
     tl.store(a_qk + where, tl.where(diagonal, dot_qk[:, None], q_scores.to(tl.float32)).to(OPERAND), mask=in_rows)
     if Q_NORM:
         tl.store(q_scale + first + tl.arange(0, 64) * H, tl.rsqrt(square + 1e-6), mask=tl.arange(0, 64) < rows)
-    for step in tl.range(0, steps_v, num_stages=STAGES):
+    for step in range(0, steps_v):
         column = step * BV + tl.arange(0, BV)[None, :]
-        v_tile = load_rows(v + first * V, row, rows, column, V, H * V, MASK_V)
+        v_tile = load_clamped(v + first * V, clamped, column, V, H * V, MASK_V)
         u_tile = matmul(inverse, (v_tile.to(tl.float32) * beta_row).to(OPERAND), PRECISION)
         tl.store(u + first * WIDTH_V + row * (H * WIDTH_V) + column, u_tile.to(OPERAND), mask=in_rows)
 
@@ -158,11 +181,13 @@ def prepare(
     *,
     fuse_q_l2norm: bool = False,
     save_inverse: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Prepared:
-    """Launches the stage on contiguous inputs; shapes and dtypes are the public function's."""
+    """Launches the stage on contiguous inputs; shapes and dtypes are the public function's. ``dtype`` is that of the
+    operands and of what is returned, the inputs' common type if None."""
     batch, tokens, heads, key_width = q.shape
     value_width = v.shape[3]
-    dtype = operand_dtype(q, k, v)
+    dtype = operand_dtype(q, k, v) if dtype is None else dtype
     width_k, width_v = block_width(key_width), block_width(value_width)
 
     def table(width: int) -> Tensor:
@@ -190,7 +215,7 @@ def prepare(
         tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block, half_range,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
         SAVE_INVERSE=save_inverse, Q_NORM=fuse_q_l2norm, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
-        PRECISION="tf32x3" if full else "tf32", FULL=full, STAGES=config.prepare_stages, num_warps=config.prepare_warps, maxnreg=config.prepare_registers,
+        PRECISION="tf32x3" if full else "tf32", FULL=full, num_warps=config.prepare_warps, maxnreg=config.prepare_registers,
     )  # fmt: skip
     return out
 

@@ -91,6 +91,20 @@ def load_rows(base, row, rows, column, width, stride, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_clamped(base, row, column, width, stride, MASKED: tl.constexpr):
+    """Like load_rows for rows that all exist; zeros past ``width`` if MASKED.
+
+    A chunk of fewer than 64 rows repeats its last one. That is cheaper than zeros, and as good where a row's result is
+    not stored, its column is cut by the triangle, and its beta is zero.
+    """
+    pointer = base + row * stride + column
+    if MASKED:
+        return tl.load(pointer, mask=column < width, other=0.0)
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
 def matmul(a, b, PRECISION: tl.constexpr):
     """a b with FP32 sums; FP32 operands at PRECISION."""
     return tl.dot(a, b, input_precision=PRECISION, out_dtype=tl.float32)
