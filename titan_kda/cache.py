@@ -6,7 +6,6 @@ long the sequence is. A model's cache is one such object a layer, in the order o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,16 +13,17 @@ from torch import Tensor
 
 
 class LayerCache(Protocol):
-    """What any mixer's cache can do; ``rows`` are sequences."""
+    """What any mixer's cache can do; a class whose objects FSDP passes on as they are, so no dataclass."""
 
     def select(self, rows: Tensor) -> LayerCache:
         """A copy that holds these sequences alone, in this order; a row may stand more than once. rows: int64 [M]."""
         ...
 
 
-@dataclass
 class KDACache:
     """One KDA layer's cache for N sequences. Empty (None) until the first prefill.
+
+    Not a dataclass: FSDP copies those among a forward's arguments, and the layer would advance the copy.
 
     Attributes:
         state: FP32 [N, H, K, V].
@@ -31,10 +31,15 @@ class KDACache:
         conv_v: [N, W - 1, H * V].
     """
 
-    state: Tensor | None = None
-    conv_q: Tensor | None = None
-    conv_k: Tensor | None = None
-    conv_v: Tensor | None = None
+    def __init__(
+        self,
+        state: Tensor | None = None,
+        conv_q: Tensor | None = None,
+        conv_k: Tensor | None = None,
+        conv_v: Tensor | None = None,
+    ):
+        self.state = state
+        self.conv_q, self.conv_k, self.conv_v = conv_q, conv_k, conv_v
 
     def select(self, rows: Tensor) -> KDACache:
         def pick(tensor: Tensor | None) -> Tensor | None:

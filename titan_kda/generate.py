@@ -18,9 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.attention import VarlenMetadata
 
 from .cache import ModelCache, select
+from .data import ByteTokenizer
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,23 @@ class Speed:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+
+
+def encode_prompt(tokenizer: BaseTokenizer, text: str) -> list[int]:
+    """A prompt's tokens, after a beginning-of-sequence token where the tokenizer has one.
+
+    Raises:
+        ValueError: no tokens, or characters that no bytes stand for.
+    """
+    try:
+        if not isinstance(tokenizer, ByteTokenizer):  # which takes the bytes that Python smuggles into a str
+            text.encode()
+        tokens = tokenizer.encode(text, add_bos=True, add_eos=False)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text[:40]!r} is no text: {error.reason}") from None
+    if not tokens:
+        raise ValueError(f"{text[:40]!r} has no tokens")
+    return tokens
 
 
 def _full(logits: Tensor) -> Tensor:
@@ -150,6 +169,9 @@ def generate(
         on_token: called with (sample, token) for each new token but eos; returning True ends that sequence ("stop").
         on_end: called with each sample when it ends.
         speed: filled as generation goes.
+
+    Raises:
+        ValueError: a prompt of no tokens; logits that are not finite.
     """
     if not samples:
         return

@@ -7,7 +7,7 @@ unknown keys but takes any type of value; ``check_job`` refuses those too, and w
 # No `from __future__ import annotations`: torchtitan merges dataclasses by the types themselves.
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -270,7 +270,7 @@ def check_job(job_config: Any) -> None:
             raise JobError(f"generation.freq must be at least 1, got {generation.freq}")
         if not generation.prompts:
             raise JobError("generation.prompts must hold at least one prompt")
-        check_sampling(generation, "generation.")
+        check_sampling(generation)
 
 
 def check_layout(job_config: Any, processes: int) -> None:
@@ -320,13 +320,17 @@ def check_dump_folder(path: str) -> None:
         raise JobError(f"job.dump_folder {path!r}: {there} cannot be written to")
 
 
-def check_sampling(settings: Any, prefix: str = "") -> None:
-    """Checks max_new_tokens, temperature, top_k and top_p, wherever they come from."""
+def check_sampling(settings: Any, name: Callable[[str], str] = "generation.{}".format) -> None:
+    """Checks max_new_tokens, temperature, top_k and top_p, wherever they come from; ``name`` says how to call one.
+
+    Raises:
+        JobError: one line that names the setting.
+    """
     if settings.max_new_tokens < 1:
-        raise JobError(f"{prefix}max_new_tokens must be at least 1, got {settings.max_new_tokens}")
+        raise JobError(f"{name('max_new_tokens')} must be at least 1, got {settings.max_new_tokens}")
     if not 0 <= settings.temperature < float("inf"):
-        raise JobError(f"{prefix}temperature must be at least 0 and finite, got {settings.temperature}")
+        raise JobError(f"{name('temperature')} must be at least 0 and finite, got {settings.temperature}")
     if settings.top_k < 0:
-        raise JobError(f"{prefix}top_k must be at least 0, got {settings.top_k}")
+        raise JobError(f"{name('top_k')} must be at least 0, got {settings.top_k}")
     if not 0 < settings.top_p <= 1:
-        raise JobError(f"{prefix}top_p must be above 0 and at most 1, got {settings.top_p}")
+        raise JobError(f"{name('top_p')} must be above 0 and at most 1, got {settings.top_p}")

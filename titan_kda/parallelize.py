@@ -77,6 +77,10 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
             block = torch.compile(layer, backend=job_config.compile.backend, fullgraph=True)
             decoder.layers.register_module(name, cast(nn.Module, block))
         logger.info("Compiling each layer with torch.compile")
+    if job_config.compile.enable and parallel_dims.tp_enabled:
+        # Its key leaves out process groups' names, which a graph with collectives holds: a rank of one TP group, or a
+        # later run, would take a graph that speaks to another group (torch 2.13).
+        torch._functorch.config.enable_autograd_cache = False
 
     if parallel_dims.fsdp_enabled:
         apply_fsdp(decoder, parallel_dims, job_config)
@@ -125,6 +129,11 @@ def apply_tp(decoder: Decoder, mesh: DeviceMesh, loss_parallel: bool) -> None:
             "norm": SequenceParallel(),
             "output": output,
         },
+    )
+    # The embedding's output is still on its way. A compiled layer waits for such an input by dropping what autograd
+    # knows of it (torch 2.13: the embedding's gradient then fails, or is wrong), so wait where autograd sees it.
+    decoder.tok_embeddings.register_forward_hook(
+        lambda module, args, output: torch.ops._c10d_functional.wait_tensor(output)
     )
     for layer in decoder.layers.values():
         block = cast(Block, layer)

@@ -9,17 +9,19 @@ Text goes to standard output as it comes, everything else to standard error. Ctr
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ._version import __version__
 from .checkpoint import CheckpointError, read_weights, resolve_checkpoint
 from .data import build_tokenizer, check_vocab, stream_decoder
-from .generate import Sample, Speed, generate, settings_of
+from .generate import Sample, Speed, encode_prompt, generate, settings_of
 from .job_config import JobError, check_sampling, model_args_of
 from .model import Decoder
 from .train import load_job
@@ -27,8 +29,13 @@ from .train import load_job
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise JobError(message)  # one line, without the usage
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m titan_kda.sample",
         description="Continues prompts with a model trained by a TOML job.",
         epilog="Settings of the job can be given as well, as --kda.prefill_backend chunk.",
@@ -101,16 +108,22 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     Raises:
         JobError: a file that cannot be read, or no prompt at all.
     """
+    names = list(args.prompt_file)
+    if not args.prompt and not names:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise JobError("no prompt: give --prompt or --prompt-file, or write one to standard input")
+        names = ["-"]
     prompts = list(args.prompt)
-    for name in args.prompt_file:
+    for name in names:
+        where = "standard input" if name == "-" else f"--prompt-file {name}"
+        if name == "-" and sys.stdin is None:
+            raise JobError(f"{where} is closed")
         try:
             prompts.append(sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"--prompt-file {name}: {getattr(error, 'strerror', None) or error}") from None
-    if not prompts:
-        if sys.stdin.isatty():
-            raise JobError("no prompt: give --prompt or --prompt-file, or write one to standard input")
-        prompts.append(sys.stdin.read())
+        except UnicodeDecodeError as error:
+            raise JobError(f"{where} is no UTF-8: {error.reason} at byte {error.start}") from None
+        except (OSError, ValueError) as error:
+            raise JobError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
     return prompts
 
 
@@ -120,12 +133,12 @@ def load_model(job_config: Any, checkpoint: str | None, device: torch.device, dt
     Raises:
         JobError, CheckpointError: one line that says what is wrong.
     """
-    where = checkpoint or job_config.job.dump_folder
-    found = resolve_checkpoint(where)
+    found = resolve_checkpoint(job_config.job.dump_folder if checkpoint is None else checkpoint)
     with torch.device("meta"):
         model = Decoder(model_args_of(job_config))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    model.load_state_dict(read_weights(found, shapes), strict=True, assign=True)
+    # FP32 first, since an exported checkpoint may hold all of its weights, A_log and dt_bias too, in 16 bits.
+    model.load_state_dict(read_weights(found, shapes, dtype=torch.float32), strict=True, assign=True)
     step = "" if found.step is None else f", step {found.step}"
     print(f"{found.path}{step}: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
     return model.to(device, dtype).eval()
@@ -136,7 +149,7 @@ def _device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise JobError(f"--device {name}: {str(error).splitlines()[0]}") from None
     return device
@@ -192,23 +205,32 @@ class Printer:
 
 
 def run(args: argparse.Namespace, settings: list[str]) -> int:
-    check_sampling(args, "--")
+    check_sampling(args, lambda name: "--" + name.replace("_", "-"))
     if args.num_samples < 1:
         raise JobError(f"--num-samples must be at least 1, got {args.num_samples}")
     if any(not stop for stop in args.stop):
         raise JobError("--stop must not be empty")
+    if args.checkpoint == "":
+        raise JobError("--checkpoint must not be empty")
+    check_settings(settings)
     job_config = load_job([f"--job.config_file={args.job}", *settings], reads_data=False)
     device = _device(args.device)
     dtype = DTYPES[args.dtype] if args.dtype else (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model_args = model_args_of(job_config)
     try:
         tokenizer = build_tokenizer(job_config)
-        check_vocab(tokenizer, model_args_of(job_config).vocab_size)
+        check_vocab(tokenizer, model_args.vocab_size)
     except (ValueError, FileNotFoundError) as error:
         raise JobError(str(error)) from None
+    try:
+        model_args.backends().describe(device)  # raises for an implementation that this device cannot run
+    except (ValueError, NotImplementedError) as error:
+        raise JobError(f"kda.impl: {error}") from None
     texts = read_prompts(args)
-    encoded = [tokenizer.encode(text, add_bos=True, add_eos=False) for text in texts]
-    if not all(encoded):
-        raise JobError("a prompt has no tokens, and the tokenizer has no beginning-of-sequence token to start from")
+    try:
+        encoded = [encode_prompt(tokenizer, text) for text in texts]
+    except ValueError as error:
+        raise JobError(f"prompt: {error}") from None
     model = load_model(job_config, args.checkpoint, device, dtype)
 
     samples = [
@@ -233,22 +255,45 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
         )
     except KeyboardInterrupt:
         status = 130
+    except ValueError as error:
+        raise JobError(str(error)) from None
     for i in range(len(samples)):
         printer.end(i)
     _report(speed)
     return status
 
 
+def check_settings(settings: list[str]) -> None:
+    """Refuses arguments that are neither this command's nor a job's, which have a dot in their names."""
+    for i, word in enumerate(settings):
+        if word.startswith("--") and "." not in word.partition("=")[0]:
+            raise JobError(f"unknown option {word}; see --help")
+        if i == 0 and not word.startswith("--"):
+            raise JobError(f"unexpected argument {word!r}: a prompt is given by --prompt")
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere, so that the interpreter's last flush does not fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
 def main(argv: list[str] | None = None) -> int:
-    args, settings = build_parser().parse_known_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bytes that are no text, or a terminal of another encoding
     try:
-        return run(args, settings)
+        return run(*build_parser().parse_known_args(argv))
     except (JobError, CheckpointError) as error:
-        print(f"titan_kda.sample: error: {error}", file=sys.stderr)
+        print("titan_kda.sample: error:", *str(error).splitlines(), file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of our output has gone
-        sys.stderr.close()
+        _drop_output()
         return 141
+    except OSError as error:  # a full disk, say
+        print(f"titan_kda.sample: error: {error}", file=sys.stderr)
+        _drop_output()
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ._version import __version__
 from .job_config import JobConfig, JobError, check_job, check_layout, type_errors
@@ -170,11 +170,12 @@ def trainer_class(stop: StopSignal) -> type:
     from torchtitan.train import Trainer
 
     from .checkpoint import CheckpointError, prepare_folder, validate_checkpoint_settings
+    from .validate import GeneratingValidator
 
     class KDATrainer(Trainer):
         def train(self) -> None:
             job_config = self.job_config
-            self._hosts = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+            self._hosts: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
             self._resumed = False
             for warning in validate_checkpoint_settings(job_config):
                 logger.warning(warning)
@@ -207,8 +208,10 @@ def trainer_class(stop: StopSignal) -> type:
 
         def _rewrite_samples(self) -> None:
             """A run killed between a step's checkpoint and its samples left none, or an earlier run's."""
-            if self.step > 0 and self.job_config.validation.enable and self.validator.should_generate(self.step):
-                self.validator.generate(self.model_parts[0], self.step)
+            if self.step > 0 and self.job_config.validation.enable:
+                validator = cast(GeneratingValidator, self.validator)
+                if validator.should_generate(self.step):
+                    validator.generate(self.model_parts[0], self.step)
 
         def _stop_received(self) -> bool:
             """Whether any rank was told to stop: a host-side sum, so that all ranks stop at one step."""

@@ -27,7 +27,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from .data import build_validation_dataloader
-from .generate import Sample, Speed, generate, settings_of
+from .generate import Sample, Speed, encode_prompt, generate, settings_of
 from .job_config import JobError
 
 
@@ -39,9 +39,10 @@ def encode_prompts(tokenizer: BaseTokenizer, generation: Any) -> list[list[int]]
     """
     encoded = []
     for prompt in generation.prompts:
-        tokens = tokenizer.encode(prompt, add_bos=True, add_eos=False)
-        if not tokens:
-            raise JobError(f"generation.prompts: {prompt!r} has no tokens")
+        try:
+            tokens = encode_prompt(tokenizer, prompt)
+        except ValueError as error:
+            raise JobError(f"generation.prompts: {error}") from None
         if len(tokens) > generation.max_prompt_tokens:
             raise JobError(
                 f"generation.prompts: {prompt[:40]!r} has {len(tokens)} tokens, more than "
@@ -63,6 +64,8 @@ def preserved_random_state() -> Iterator[None]:
 
 class GeneratingValidator(Validator):
     """torchtitan's Validator, which also generates at the job's generation steps."""
+
+    job_config: Any
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class GeneratingValidator(Validator):
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"step-{step}.jsonl")
         partial = f"{path}.partial"
-        with open(partial, "w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", errors="replace") as file:
             for prompt, sample, text in zip(self.job_config.generation.prompts, samples, texts):
                 row = {
                     "step": step,
