@@ -51,9 +51,9 @@ L2NORM_EPS = 1e-6
 
 @triton.jit
 def _sum_over_k(x):
-    """The sum of x [K, BLOCK_V] over K in one order for every tile, so that a tile may follow the batch size and T and
-    change no bit: rows k, k + 8, k + 16 ... one after another, then the eight sums pairwise, 4, 2 and 1 apart. (The
-    compiler lays a tile out with at most eight threads along K, so the long sums stay inside a thread.)
+    """The sum of x [K, BLOCK_V] over K in one order for every tile, so that the scan's tile may follow the batch size
+    and T and change no bit: rows k, k + 8, k + 16 ... one after another, then the eight sums pairwise, 4, 2 and 1
+    apart. (The compiler lays a tile out with at most eight threads along K, so the long sums stay inside a thread.)
     """
     x = tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), axis=0)
     x = tl.sum(tl.reshape(x, [2, 4, x.shape[1]]), axis=0)
@@ -199,12 +199,8 @@ def _recurrent_kda_kernel(
 
 
 @triton.jit
-def _l2_normalised(x, eps, LOG2_WIDTH: tl.constexpr):
-    """x [2^LOG2_WIDTH] scaled to unit norm; neighbours are added pairwise, in one order for every number of warps."""
-    squares = tl.maximum(x * x, 0.0)  # changes nothing but keeps a square from being fused into a sum, unrounded
-    for _ in tl.static_range(LOG2_WIDTH):
-        squares = tl.sum(tl.reshape(squares, [squares.shape[0] // 2, 2]), axis=1)
-    return x * tl.rsqrt(tl.sum(squares, axis=0) + eps)
+def _l2_normalised(x, eps):
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) + eps)
 
 
 @triton.jit(do_not_specialize=["slots", "H"])
@@ -253,7 +249,6 @@ def _recurrent_kda_step_kernel(
     HAS_INDICES: tl.constexpr,
     DENSE_TILE: tl.constexpr,
     BOUNDED: tl.constexpr,
-    LOG2_K: tl.constexpr,
     EPS: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -296,8 +291,8 @@ def _recurrent_kda_step_kernel(
     log2_decay = gate_log2_decay(raw.to(tl.float32) + bias, gate_slope(A_log), lower_bound, BOUNDED)
     state, output = _advance(
         state,
-        _l2_normalised(q.to(tl.float32), EPS, LOG2_K),
-        _l2_normalised(k.to(tl.float32), EPS, LOG2_K),
+        _l2_normalised(q.to(tl.float32), EPS),
+        _l2_normalised(k.to(tl.float32), EPS),
         v.to(tl.float32),
         tl.exp2(log2_decay),
         beta_scale * tl.sigmoid(beta.to(tl.float32)),
@@ -374,7 +369,6 @@ def launch_recurrent_kda(
             BLOCK_V=config.block_v,
             PACKED=cu_seqlens is not None,
             num_warps=config.num_warps,
-            maxnreg=config.registers,
             enable_fp_fusion=_fused(key_width),
         )
     return output, final_state
@@ -401,7 +395,7 @@ def launch_recurrent_kda_step(
     output = torch.empty(sequences, heads, value_width, dtype=q.dtype, device=q.device)
     if output.numel() == 0:
         return output
-    config = config or recurrent_step_config(key_width, value_width, sequences * heads)
+    config = config or recurrent_step_config(key_width, value_width)
     blocks = triton.cdiv(value_width, config.block_v)
     with on_device(q):
         _recurrent_kda_step_kernel[(sequences * heads * blocks,)](
@@ -436,11 +430,9 @@ def launch_recurrent_kda_step(
             HAS_INDICES=state_indices is not None,
             DENSE_TILE=state.stride()[2:] == (value_width, 1),
             BOUNDED=gate == "bounded",
-            LOG2_K=_block_k(key_width).bit_length() - 1,
             EPS=L2NORM_EPS,
             num_warps=config.num_warps,
             maxnreg=config.registers,
-            enable_fp_fusion=_fused(key_width),
         )
     return output
 

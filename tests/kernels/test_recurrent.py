@@ -21,7 +21,7 @@ from titan_kda.kernels import (
     softplus_gate_cumsum,
 )
 from titan_kda.kernels.configs import RecurrentConfig
-from titan_kda.kernels.recurrent import launch_recurrent_kda, launch_recurrent_kda_step
+from titan_kda.kernels.recurrent import launch_recurrent_kda
 from titan_kda.kernels.reference import naive_recurrent_kda, naive_recurrent_kda_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,6 +163,26 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_in_a_pack():
     packed, packed_state = recurrent_kda(**flat, cu_seqlens=offsets([4, 4, 4]), output_final_state=True, impl="triton")
     assert torch.equal(alone[0], output[1]) and torch.equal(alone_state[0], state[1])
     assert torch.equal(packed[0], output.flatten(0, 1)) and torch.equal(packed_state, state)
+
+
+TILES = [RecurrentConfig(*tile) for tile in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4))]
+
+
+def assert_tiles_agree(key_width, value_width, tokens, row):
+    """The scan's tile follows the batch size and T, so it must not show in any bit."""
+    tiles = [tile for tile in TILES if key_width <= 128 or tile.block_v <= 16 * tile.num_warps]
+    inputs = recurrence_inputs(2, tokens, 3, key_width, value_width, row)
+    output, state = launch_recurrent_kda(*inputs.values(), None, True, tiles[0])
+    want, want_state = in_fp64(inputs)
+    check("output", output, want, row, "o_any")
+    check("state", state, want_state, row, "state")
+    for tile in tiles[1:]:
+        other, other_state = launch_recurrent_kda(*inputs.values(), None, True, tile)
+        assert torch.equal(other, output) and torch.equal(other_state, state), tile
+
+
+def test_tiles_change_no_bit():
+    assert_tiles_agree(16, 40, 2, "fp32")
 
 
 @pytest.mark.parametrize("cut", [1, 3])
@@ -453,34 +473,6 @@ def test_step_takes_every_finite_A_log_and_logit(gate):
         output = recurrent_kda_step(**inputs, gate=gate, impl="triton")
         assert max_error(output, want) < 1e-5, (A_log, logit)
         assert max_error(inputs["state"], want_state) < 1e-5, (A_log, logit)
-
-
-TILES = [RecurrentConfig(*tile) for tile in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4, 128))]
-
-
-def assert_tiles_agree(key_width, value_width, tokens, row):
-    """The tile may follow the batch size and T, so it must not show in any bit of the scan, nor of the step."""
-    tiles = [tile for tile in TILES if key_width <= 128 or tile.block_v * 4 <= 64 * tile.num_warps]
-    inputs = recurrence_inputs(2, tokens, 3, key_width, value_width, row)
-    scans = [launch_recurrent_kda(*inputs.values(), None, True, tile) for tile in tiles]
-    for tile, scan in zip(tiles, scans):
-        assert all(torch.equal(a, b) for a, b in zip(scans[0], scan)), f"scan, {tile}"
-    inputs = step_inputs(2, 3, key_width, value_width, row)
-    state = inputs.pop("state")
-    indices = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
-    steps = []
-    for tile in tiles:
-        mine = state.clone()
-        output = launch_recurrent_kda_step(*inputs.values(), mine, indices, "bounded", -5.0, 1.0, tile)
-        steps.append((output, mine))
-        assert all(torch.equal(a, b) for a, b in zip(steps[0], steps[-1])), f"step, {tile}"
-    want, want_state = step_in_fp64({**inputs, "state": state}, state_indices=indices)
-    check("step output", steps[0][0], want, row, "o_any")
-    check("step state", steps[0][1], want_state, "fp32", "state")
-
-
-def test_tiles_change_no_bit():
-    assert_tiles_agree(16, 40, 2, "fp32")
 
 
 def test_step_of_no_sequences():
