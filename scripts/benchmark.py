@@ -512,7 +512,7 @@ def decode(bench: Bench) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n", 1)[0],
+        description=(__doc__ or "").split("\n\n", 1)[0],
         epilog="suites:\n"
         + "\n".join(f"  {name:<10}{(run.__doc__ or '').split(chr(10))[0]}" for name, run in SUITES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
