@@ -8,6 +8,8 @@ sequence has a slot of its own, a slot's sequence is found by bisection, and T /
 over are spans of no tokens.
 """
 
+# ruff: noqa: RUF005 (Triton has no starred tuples)
+
 import contextlib
 from dataclasses import dataclass
 
@@ -57,6 +59,21 @@ def mask_if(mask, condition):
 
 
 @triton.jit
+def load_rows(ptrs, stride, start, first, rows, in_channels, ROWS: tl.constexpr):
+    """Rows first to first + ROWS of a span, whose row 0 is at ``ptrs + start * stride``. From row ``rows`` on nothing
+    is read, and zeros come back.
+
+    Callers ask for rows one turn of their loop ahead of using them: the loads then run under the arithmetic. Offsets
+    stay scalars until the last addition: pointers carried by a loop may be laid out unlike the loads that use them.
+    """
+    loaded = ()
+    for r in tl.static_range(ROWS):
+        mask = mask_if(in_channels, first + r < rows)
+        loaded = loaded + (tl.load(ptrs + (start + first + r) * stride, mask=mask, other=0.0),)
+    return loaded
+
+
+@triton.jit
 def logistic(x_log2):
     """1 / (1 + 2^-x): the sigmoid of x ln(2), for every x. The square of rsqrt is the cheap reciprocal: two
     instructions and a relative error of 3e-7, where a division takes eight."""
@@ -84,6 +101,14 @@ class Launch:
         per_thread = min(self.per_thread, 2) if taps > 4 else self.per_thread
         block = min(32 * self.warps * per_thread, triton.next_power_of_2(channels))
         return block, triton.cdiv(channels, block), max(1, block // (32 * per_thread))
+
+    def span_over(self, tokens: int, blocks: int, least: int) -> int:
+        """Tokens to a span: many, so that few rows are read twice and few partial sums written, but not so many that
+        the GPU stands idle. At least ``least``; both are powers of two."""
+        span = max(self.span, least)
+        while span > least and tokens * blocks < 512 * span:
+            span //= 2
+        return span
 
 
 def span_slots(tokens: int, sequences: int, span: int, packed: bool) -> int:

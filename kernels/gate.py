@@ -12,14 +12,12 @@ pass (FP32 gradient and raw_gate read, raw_gate's gradient written, 8 bytes), an
 which a second, small kernel adds up in a fixed order.
 """
 
-# ruff: noqa: RUF005 (Triton has no starred tuples)
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import Launch, locate_span, logistic, mask_if, on_device, span_slots
+from ._device import Launch, load_rows, locate_span, logistic, mask_if, on_device, span_slots
 from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
@@ -138,26 +136,24 @@ def _gate_cumsum_kernel(
     head = (channels // K).to(tl.int64)
     bias = tl.load(dt_bias_ptr + channels, mask=in_channels, other=0.0)
     slope = gate_slope(tl.load(A_log_ptr + head, mask=in_channels, other=0.0))
-    raw_ptrs = raw_gate_ptr + batch * raw_stride_b + (begin + position) * raw_stride_t
-    raw_ptrs += head * raw_stride_h + (channels % K).to(tl.int64) * raw_stride_k
-    output_ptrs = output_ptr + (batch * T + begin + position) * (H * K) + channels
+    raw_ptrs = raw_gate_ptr + batch * raw_stride_b + head * raw_stride_h + (channels % K).to(tl.int64) * raw_stride_k
+    output_ptrs = output_ptr + batch * T * (H * K) + channels
 
+    start = begin + position
     rows = tl.minimum(length - position, SPAN)
     total = tl.zeros([BLOCK], tl.float32)
+    ahead = load_rows(raw_ptrs, raw_stride_t, start, 0, rows, in_channels, ROWS)
     for base in range(0, rows, ROWS):
-        loaded = ()
-        for r in tl.static_range(ROWS):
-            ptrs = raw_ptrs + r * raw_stride_t
-            loaded = loaded + (tl.load(ptrs, mask=mask_if(in_channels, base + r < rows), other=0.0),)
+        loaded = ahead
+        ahead = load_rows(raw_ptrs, raw_stride_t, start, base + ROWS, rows, in_channels, ROWS)
         if CHUNK > ROWS:
             total = tl.where(base % CHUNK == 0, 0.0, total)
         for r in tl.static_range(ROWS):
             if r % CHUNK == 0 and CHUNK <= ROWS:
                 total = tl.zeros([BLOCK], tl.float32)
             total += gate_log2_decay(loaded[r].to(tl.float32) + bias, slope, lower_bound, BOUNDED)
-            tl.store(output_ptrs + r * (H * K), total, mask=mask_if(in_channels, base + r < rows))
-        raw_ptrs += ROWS * raw_stride_t
-        output_ptrs += ROWS * (H * K)
+            mask = mask_if(in_channels, base + r < rows)
+            tl.store(output_ptrs + (start + base + r) * (H * K), total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "workers"])
@@ -205,23 +201,23 @@ def _gate_cumsum_backward_kernel(
     A_sum = tl.zeros([BLOCK], tl.float32)
     for slot in range(worker, slots, workers):
         _, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED)
-        rows = tl.minimum(length - position, SPAN)
+        rows = tl.maximum(tl.minimum(length - position, SPAN), 0)
         last_base = (tl.cdiv(rows, ROWS) - 1) * ROWS
-        first = begin + position + last_base
-        grad_ptrs = grad_ptr + batch * grad_stride_b + first * grad_stride_t
-        grad_ptrs += head * grad_stride_h + channel_in_head * grad_stride_k
-        raw_ptrs = raw_gate_ptr + batch * raw_stride_b + first * raw_stride_t
-        raw_ptrs += head * raw_stride_h + channel_in_head * raw_stride_k
-        draw_ptrs = draw_ptr + (batch * T + first) * (H * K) + channels
+        start = begin + position
+        grad_ptrs = grad_ptr + batch * grad_stride_b + head * grad_stride_h + channel_in_head * grad_stride_k
+        raw_ptrs = raw_gate_ptr + batch * raw_stride_b + head * raw_stride_h + channel_in_head * raw_stride_k
+        draw_ptrs = draw_ptr + batch * T * (H * K) + channels
         total = tl.zeros([BLOCK], tl.float32)
+        before = tl.maximum(last_base, 0)
+        grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, before, rows, in_channels, ROWS)
+        raw_ahead = load_rows(raw_ptrs, raw_stride_t, start, before, rows, in_channels, ROWS)
         for done in range(0, rows, ROWS):
             base = last_base - done
-            grads = ()
-            raws = ()
-            for r in tl.static_range(ROWS):
-                mask = mask_if(in_channels, base + r < rows)
-                grads = grads + (tl.load(grad_ptrs + r * grad_stride_t, mask=mask, other=0.0),)
-                raws = raws + (tl.load(raw_ptrs + r * raw_stride_t, mask=mask, other=0.0),)
+            grads = grad_ahead
+            raws = raw_ahead
+            before = tl.where(base > 0, base - ROWS, rows)  # none before the first
+            grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, before, rows, in_channels, ROWS)
+            raw_ahead = load_rows(raw_ptrs, raw_stride_t, start, before, rows, in_channels, ROWS)
             if CHUNK > ROWS:
                 total = tl.where((base + ROWS) % CHUNK == 0, 0.0, total)
             for i in tl.static_range(ROWS):
@@ -233,10 +229,8 @@ def _gate_cumsum_backward_kernel(
                 bias_sum += dx
                 A_sum += dA
                 mask = mask_if(in_channels, base + (ROWS - 1 - i) < rows)
-                tl.store(draw_ptrs + (ROWS - 1 - i) * (H * K), dx.to(draw_ptr.dtype.element_ty), mask=mask)
-            grad_ptrs -= ROWS * grad_stride_t
-            raw_ptrs -= ROWS * raw_stride_t
-            draw_ptrs -= ROWS * (H * K)
+                dx = dx.to(draw_ptr.dtype.element_ty)
+                tl.store(draw_ptrs + (start + base + (ROWS - 1 - i)) * (H * K), dx, mask=mask)
     sums_ptrs = sums_ptr + worker.to(tl.int64) * (H * K) + channels
     tl.store(sums_ptrs, bias_sum, mask=in_channels)
     tl.store(sums_ptrs + workers.to(tl.int64) * (H * K), A_sum, mask=in_channels)
@@ -275,8 +269,8 @@ def _gate_parameter_grads_kernel(
 # ---- launchers ----
 
 # Four channels a thread: 16-byte accesses of FP32, 8-byte ones of 16-bit logits. Spans hold whole chunks.
-_FORWARD = Launch(rows=8, warps=4, per_thread=4, span=32)
-_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=64)
+_FORWARD = Launch(rows=8, warps=4, per_thread=4, span=64)
+_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128, registers=96)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
 
@@ -285,11 +279,14 @@ def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlen
     output = torch.empty(raw_gate.shape, dtype=torch.float32, device=raw_gate.device)
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
-    span = max(chunk_size, launch.span)
-    slots = span_slots(tokens, sequences, span, packed)
-    if raw_gate.numel() == 0 or slots == 0:
+    if raw_gate.numel() == 0 or sequences == 0:
         return output
+    strides = raw_gate.stride()
+    if tokens == 1 and chunk_size == 1 and not packed:  # a decode step: the batch is as good as a sequence
+        tokens, sequences, strides = batch, 1, (0, strides[0], *strides[2:])
     block, blocks, warps = launch.over(heads * key_width)
+    span = launch.span_over(sequences * tokens, blocks, max(chunk_size, launch.rows))
+    slots = span_slots(tokens, sequences, span, packed)
     with on_device(raw_gate):
         _gate_cumsum_kernel[(slots * blocks,)](
             raw_gate,
@@ -297,7 +294,7 @@ def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlen
             dt_bias.contiguous(),
             output,
             cu_seqlens,
-            *raw_gate.stride(),
+            *strides,
             tokens,
             sequences,
             heads,
@@ -322,14 +319,14 @@ def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu
     ddt_bias = dt_bias.new_empty(dt_bias.shape)
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
-    span = max(chunk_size, launch.span)
-    slots = span_slots(tokens, sequences, span, packed)
-    if raw_gate.numel() == 0 or slots == 0:
+    if raw_gate.numel() == 0 or sequences == 0:
         return draw, dA_log.zero_(), ddt_bias.zero_()
     A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
+    block, blocks, warps = launch.over(heads * key_width)
+    span = launch.span_over(batch * tokens, blocks, max(chunk_size, 16))
+    slots = span_slots(tokens, sequences, span, packed)
     workers = min(slots, _MAX_WORKERS)
     sums = torch.empty(2, workers, heads, key_width, dtype=torch.float32, device=raw_gate.device)
-    block, blocks, warps = launch.over(heads * key_width)
     with on_device(raw_gate):
         _gate_cumsum_backward_kernel[(workers * blocks,)](
             grad,
@@ -366,7 +363,7 @@ def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu
             workers,
             heads,
             K=key_width,
-            ROWS=16,
+            ROWS=min(64, 8192 // triton.next_power_of_2(key_width)),
             BLOCK_K=triton.next_power_of_2(key_width),
             num_warps=8,
         )

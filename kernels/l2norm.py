@@ -142,7 +142,8 @@ def _l2norm_backward_kernel(
 
 # ---- launchers ----
 
-_TILE = 4096
+_TILE = 2048
+_WIDEST = 4096  # a row of up to so many is held whole
 _NARROW = 2**31 - 1 - _TILE
 
 
@@ -173,8 +174,8 @@ def _leading_axes(*tensors: Tensor) -> tuple[list[Tensor], list[int], list[list[
 
 
 def _tile(width: int) -> tuple[int, int]:
-    block = min(triton.next_power_of_2(width), _TILE)
-    return _TILE // block, block
+    block = min(triton.next_power_of_2(width), _WIDEST)
+    return max(1, _TILE // block), block
 
 
 def _forward_triton(x, eps):

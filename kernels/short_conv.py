@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import Launch, locate_span, logistic, mask_if, on_device, span_slots
+from ._device import Launch, load_rows, locate_span, logistic, mask_if, on_device, span_slots
 from ._operator import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -62,10 +62,11 @@ def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.con
 
 @triton.jit
 def _filtered(taps, run, r: tl.constexpr, W: tl.constexpr):
-    """sum_w taps[w] run[r + w]."""
+    """sum_w taps[w] run[r + w]. The fused operations are spelled out: left to the compiler, the first two products may
+    be fused in either order, in one unrolled row so and in another not, and a row's bits would depend on its place."""
     y = taps[0] * run[r]
     for w in tl.static_range(1, W):
-        y += taps[w] * run[r + w]
+        y = tl.fma(taps[w], run[r + w], y)
     return y
 
 
@@ -74,7 +75,7 @@ def _pulled(taps, run, r: tl.constexpr, W: tl.constexpr):
     """Its transpose, sum_j taps[W - 1 - j] run[r + j]."""
     dx = taps[W - 1] * run[r]
     for j in tl.static_range(1, W):
-        dx += taps[W - 1 - j] * run[r + j]
+        dx = tl.fma(taps[W - 1 - j], run[r + j], dx)
     return dx
 
 
@@ -144,13 +145,12 @@ def _causal_conv1d_kernel(
     taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
 
     rows = tl.minimum(length - position, SPAN)
-    x_ptrs = sequence_ptrs + position.to(tl.int64) * x_stride_t
-    output_ptrs = output_ptr + (batch * T + begin + position) * C + channels
+    start = position.to(tl.int64)
+    output_ptrs = output_ptr + (batch * T + begin) * C + channels
+    ahead = load_rows(sequence_ptrs, x_stride_t, start, 0, rows, in_channels, ROWS)
     for base in range(0, rows, ROWS):
-        loaded = ()
-        for r in tl.static_range(ROWS):
-            mask = mask_if(in_channels, base + r < rows)
-            loaded = loaded + (tl.load(x_ptrs + r * x_stride_t, mask=mask, other=0.0),)
+        loaded = ahead
+        ahead = load_rows(sequence_ptrs, x_stride_t, start, base + ROWS, rows, in_channels, ROWS)
         run = window
         for r in tl.static_range(ROWS):
             run = run + (loaded[r].to(tl.float32),)
@@ -158,12 +158,11 @@ def _causal_conv1d_kernel(
             y = _filtered(taps, run, r, W)
             if SILU:
                 y = y * logistic(y * _LOG2_E)
-            tl.store(output_ptrs + r * C, y.to(output_ptr.dtype.element_ty), mask=mask_if(in_channels, base + r < rows))
+            y = y.to(output_ptr.dtype.element_ty)
+            tl.store(output_ptrs + (start + base + r) * C, y, mask=mask_if(in_channels, base + r < rows))
         window = ()
         for w in tl.static_range(W - 1):
             window = window + (run[ROWS + w],)
-        x_ptrs += ROWS * x_stride_t
-        output_ptrs += ROWS * C
 
     if HAS_FINAL:  # written where the sequence ends; an empty one has its first span for that
         if (position + SPAN >= length) & ((position == 0) | (position < length)):
@@ -179,8 +178,9 @@ def _causal_conv1d_kernel(
 @triton.jit
 def _finish_row(
     dx,
-    u,  # the row in its sequence; below 0, a row of the initial state
-    emitted,  # whether the row is this span's to write
+    v,  # the row in the span; below 0, a row of the initial state, or of the span before
+    rows,
+    position,
     length,
     dx_ptrs,  # row 0 of the sequence
     dfinal_ptrs,  # row 0 of the final state's gradient
@@ -192,15 +192,17 @@ def _finish_row(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
 ):
-    """Writes the gradient of row u of a sequence, plus what it gets as a row of the final state."""
+    """Writes a row's gradient, plus what it gets as a row of the final state, if the row is this span's to write."""
+    u = position + v
+    own = (v >= 0) & (v < rows)
     if HAS_FINAL:
         final_row = u - length + (W - 1)
-        mask = mask_if(in_channels, (final_row >= 0) & (final_row < W - 1) & emitted)
+        mask = mask_if(in_channels, (final_row >= 0) & (final_row < W - 1) & (own | (u < 0)))
         dx += tl.load(dfinal_ptrs + final_row * dfinal_stride_w, mask=mask, other=0.0).to(tl.float32)
     dx = dx.to(dx_ptrs.dtype.element_ty)
-    tl.store(dx_ptrs + u.to(tl.int64) * C, dx, mask=mask_if(in_channels, (u >= 0) & emitted))
+    tl.store(dx_ptrs + u.to(tl.int64) * C, dx, mask=mask_if(in_channels, own))
     if HAS_INITIAL:
-        tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, (u < 0) & emitted))
+        tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, u < 0))
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "workers"])
@@ -234,7 +236,7 @@ def _causal_conv1d_backward_kernel(
     W: tl.constexpr,
     W_PAD: tl.constexpr,
     SPAN: tl.constexpr,
-    ROWS: tl.constexpr,  # divides SPAN, and at least W - 1
+    ROWS: tl.constexpr,  # divides SPAN
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
@@ -253,7 +255,7 @@ def _causal_conv1d_backward_kernel(
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
     for slot in range(worker, slots, workers):
         sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED)
-        sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
+        x_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
         grad_ptrs = grad_ptr + batch * grad_stride_b + begin * grad_stride_t + wide_channels * grad_stride_c
         dx_ptrs = dx_ptr + (batch * T + begin) * C + channels
         state_ptrs = initial_state_ptr
@@ -270,19 +272,19 @@ def _causal_conv1d_backward_kernel(
         pulls = ()  # the preactivation's gradient there; before the span it is not needed
         for w in tl.static_range(W - 1):
             p = position - (W - 1) + w
-            row = _row(sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
+            row = _row(x_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
             window = window + (row.to(tl.float32),)
             pulls = pulls + (tl.zeros([BLOCK], tl.float32),)
 
+        start = position.to(tl.int64)
+        x_ahead = load_rows(x_ptrs, x_stride_t, start, 0, rows, in_channels, ROWS)
+        grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, 0, rows, in_channels, ROWS)
         for base in range(0, rows, ROWS):
             # Only a sequence's last span has rows below ROWS left, and what is past them is past the sequence.
-            xs = ()
-            grads = ()
-            for r in tl.static_range(ROWS):
-                mask = mask_if(in_channels, base + r < rows)
-                t = (position + base + r).to(tl.int64)
-                xs = xs + (tl.load(sequence_ptrs + t * x_stride_t, mask=mask, other=0.0),)
-                grads = grads + (tl.load(grad_ptrs + t * grad_stride_t, mask=mask, other=0.0),)
+            xs = x_ahead
+            grads = grad_ahead
+            x_ahead = load_rows(x_ptrs, x_stride_t, start, base + ROWS, rows, in_channels, ROWS)
+            grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, base + ROWS, rows, in_channels, ROWS)
             run = window
             pull_run = pulls
             for r in tl.static_range(ROWS):
@@ -291,14 +293,13 @@ def _causal_conv1d_backward_kernel(
                 pull_run = pull_run + (dy,)
                 new_sums = ()
                 for w in tl.static_range(W):
-                    new_sums = new_sums + (sums[w] + dy * run[r + w],)
+                    new_sums = new_sums + (tl.fma(dy, run[r + w], sums[w]),)
                 sums = new_sums
-                u = position + base + (r - (W - 1))
-                emitted = (u >= position) | (position + base == 0)
                 _finish_row(
                     _pulled(taps, pull_run, r, W),
-                    u,
-                    emitted & (u < length),
+                    base + (r - (W - 1)),
+                    rows,
+                    position,
                     length,
                     dx_ptrs,
                     dfinal_ptrs,
@@ -317,21 +318,20 @@ def _causal_conv1d_backward_kernel(
                 pulls = pulls + (pull_run[ROWS + w],)
 
         # The last W - 1 rows of the span, or of an empty sequence's initial state, wait for the rows after it.
-        end = position + tl.cdiv(rows, ROWS) * ROWS
+        done = tl.cdiv(rows, ROWS) * ROWS
         run = window
         pull_run = pulls
         for r in tl.static_range(W - 1):
-            t = (end + r).to(tl.int64)
-            mask = mask_if(in_channels, end + r < length)
-            run = run + (tl.load(sequence_ptrs + t * x_stride_t, mask=mask, other=0.0).to(tl.float32),)
+            t = (position + done + r).to(tl.int64)
+            mask = mask_if(in_channels, position + done + r < length)
+            run = run + (tl.load(x_ptrs + t * x_stride_t, mask=mask, other=0.0).to(tl.float32),)
             grad = tl.load(grad_ptrs + t * grad_stride_t, mask=mask, other=0.0).to(tl.float32)
             pull_run = pull_run + (_preactivation_grad(grad, _filtered(taps, run, r, W), SILU),)
-            u = end + (r - (W - 1))
-            emitted = ((u >= position) & (u < length)) | (end == 0)
             _finish_row(
                 _pulled(taps, pull_run, r, W),
-                u,
-                emitted,
+                done + (r - (W - 1)),
+                rows,
+                position,
                 length,
                 dx_ptrs,
                 dfinal_ptrs,
@@ -371,7 +371,7 @@ def _weight_grad_kernel(
     tl.store(dweight_ptr + (columns % C) * W + columns // C, total, mask=in_columns)
 
 
-@triton.jit(do_not_specialize=["N", "slots"])
+@triton.jit(do_not_specialize=["slots"])
 def _causal_conv1d_step_kernel(
     x_ptr,  # [N, C]
     weight_ptr,  # [C, W]
@@ -384,78 +384,57 @@ def _causal_conv1d_step_kernel(
     state_stride_w,
     state_stride_c,
     indices_stride,
-    N,
     slots,
     C,
     W: tl.constexpr,
     W_PAD: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # of one program, so that the weight is read once for them
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INDICES: tl.constexpr,
 ):
     pid = tl.program_id(0)
     blocks = tl.cdiv(C, BLOCK)
+    sequence = (pid // blocks).to(tl.int64)
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_channels = channels < C
     wide_channels = channels.to(tl.int64)
-    loaded = ()
-    for i in tl.static_range(SEQUENCES):
-        sequence = ((pid // blocks) * SEQUENCES + i).to(tl.int64)
-        if HAS_INDICES:
-            slot = tl.load(state_indices_ptr + sequence * indices_stride, mask=sequence < N, other=-1).to(tl.int64)
-            tl.device_assert(slot < slots, "causal_conv1d_step: state_indices must be below the number of slots")
-        else:
-            slot = sequence
-        live = mask_if(in_channels, (sequence < N) & (slot >= 0) & (slot < slots))
-        state_ptrs = state_ptr + slot * state_stride_n + wide_channels * state_stride_c
-        for w in tl.static_range(W - 1):
-            loaded = loaded + (tl.load(state_ptrs + w * state_stride_w, mask=live, other=0.0),)
-        x_ptrs = x_ptr + sequence * x_stride_n + wide_channels * x_stride_c
-        loaded = loaded + (tl.load(x_ptrs, mask=live, other=0.0),)
+    if HAS_INDICES:
+        slot = tl.load(state_indices_ptr + sequence * indices_stride).to(tl.int64)
+        tl.device_assert(slot < slots, "causal_conv1d_step: state_indices must be below the number of slots")
+    else:
+        slot = sequence
+    live = mask_if(in_channels, (slot >= 0) & (slot < slots))
+    state_ptrs = state_ptr + slot * state_stride_n + wide_channels * state_stride_c
+    run = ()
+    for w in tl.static_range(W - 1):
+        run = run + (tl.load(state_ptrs + w * state_stride_w, mask=live, other=0.0),)
+    run = run + (tl.load(x_ptr + sequence * x_stride_n + wide_channels * x_stride_c, mask=live, other=0.0),)
     taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
-    for i in tl.static_range(SEQUENCES):
-        sequence = ((pid // blocks) * SEQUENCES + i).to(tl.int64)
-        if HAS_INDICES:
-            slot = tl.load(state_indices_ptr + sequence * indices_stride, mask=sequence < N, other=-1).to(tl.int64)
-        else:
-            slot = sequence
-        live = mask_if(in_channels, (sequence < N) & (slot >= 0) & (slot < slots))
-        y = taps[0] * loaded[i * W].to(tl.float32)
-        for w in tl.static_range(1, W):
-            y += taps[w] * loaded[i * W + w].to(tl.float32)
-        if SILU:
-            y = y * logistic(y * _LOG2_E)
-        y = tl.where(live, y, 0.0).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptr + sequence * C + channels, y, mask=mask_if(in_channels, sequence < N))
-        state_ptrs = state_ptr + slot * state_stride_n + wide_channels * state_stride_c
-        for w in tl.static_range(W - 1):
-            tl.store(state_ptrs + w * state_stride_w, loaded[i * W + w + 1], mask=live)
+    y = taps[0] * run[0].to(tl.float32)
+    for w in tl.static_range(1, W):
+        y = tl.fma(taps[w], run[w].to(tl.float32), y)
+    if SILU:
+        y = y * logistic(y * _LOG2_E)
+    y = tl.where(live, y, 0.0).to(output_ptr.dtype.element_ty)
+    tl.store(output_ptr + sequence * C + channels, y, mask=in_channels)
+    for w in tl.static_range(W - 1):
+        tl.store(state_ptrs + w * state_stride_w, run[w + 1], mask=live)
 
 
 # ---- launchers ----
 
 # Four channels a thread: 8-byte accesses in bf16. Spans are the longest; smaller work takes shorter ones.
-_FORWARD = Launch(rows=8, warps=4, per_thread=4, span=128)
+_FORWARD = Launch(rows=4, warps=4, per_thread=4, span=64, registers=64)
 _BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128)
 _STEP = Launch(
     rows=1, warps=4, per_thread=4, span=4
 )  # of the step, a span is sequences that share a read of the weight
-_PROGRAMS = 512  # enough to fill a GPU
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
 
 def _check_taps(op, weight) -> None:
     if weight.shape[1] > MAX_TAPS:
         raise ValueError(f"{op}: the Triton path takes at most {MAX_TAPS} taps, got weight {list(weight.shape)}")
-
-
-def _span(launch: Launch, tokens: int, blocks: int) -> int:
-    """Tokens to a span: many, so that few rows are read twice, but not so many that the GPU stands idle."""
-    span = launch.span
-    while span > 16 and tokens * blocks < _PROGRAMS * span:
-        span //= 2
-    return span
 
 
 def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_final_state, launch=_FORWARD):
@@ -468,7 +447,7 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     if tokens == 0 and output_final_state:
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     block, blocks, warps = launch.over(channels, width)
-    span = _span(launch, batch * tokens, blocks)
+    span = launch.span_over(batch * tokens, blocks, 16)
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
         return output, final_state
@@ -513,7 +492,7 @@ def _backward_triton(
     if tokens == 0 and initial_state is not None:
         dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
     block, blocks, warps = launch.over(channels, width)
-    span = _span(launch, batch * tokens, blocks)
+    span = launch.span_over(batch * tokens, blocks, 16)
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
         return dx, dweight.zero_(), dinitial
@@ -542,7 +521,7 @@ def _backward_triton(
             W=width,
             W_PAD=triton.next_power_of_2(width),
             SPAN=span,
-            ROWS=max(launch.rows, triton.next_power_of_2(width - 1)),
+            ROWS=launch.rows,
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INITIAL=initial_state is not None and width > 1,
@@ -553,7 +532,7 @@ def _backward_triton(
         )
         columns = width * channels
         _weight_grad_kernel[(triton.cdiv(columns, 128),)](
-            sums, dweight, workers, channels, W=width, ROWS=16, BLOCK=128, num_warps=4
+            sums, dweight, workers, channels, W=width, ROWS=64, BLOCK=128, num_warps=8
         )
     return dx, dweight, dinitial
 
@@ -565,9 +544,8 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
     if x.numel() == 0:
         return output
     block, blocks, warps = launch.over(channels, width)
-    grouped = launch.span if sequences * blocks >= _PROGRAMS * launch.span else 1
     with on_device(x):
-        _causal_conv1d_step_kernel[(triton.cdiv(sequences, grouped) * blocks,)](
+        _causal_conv1d_step_kernel[(sequences * blocks,)](
             x,
             weight.contiguous(),
             state,
@@ -576,12 +554,10 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
             *x.stride(),
             *state.stride(),
             0 if state_indices is None else state_indices.stride(0),
-            sequences,
             state.shape[0],
             channels,
             W=width,
             W_PAD=triton.next_power_of_2(width),
-            SEQUENCES=grouped,
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INDICES=state_indices is not None,

@@ -5,8 +5,8 @@ A row counts each input and output tensor once; its floor is that many bytes at 
 ours stands PyTorch's own copy of as many bytes, timed the same way: at small sizes it says what a launch costs.
 """
 
-import contextlib
 import dataclasses
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +34,8 @@ def copy_of(bytes_moved: float) -> Contender:
     """PyTorch's copy, reading half of the bytes and writing the other half."""
 
     def make(_inputs: Any) -> Callable[[], torch.Tensor]:
-        source = torch.empty(int(bytes_moved) // 8, device="cuda").normal_()
+        # a copy in a graph is slower by half if its size is no multiple of 32 KiB
+        source = torch.empty(-(-int(bytes_moved) // 65536) * 8192, device="cuda").normal_()
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
@@ -80,17 +81,18 @@ def gate_rows(bench: Bench) -> None:
         if bench.tune and bound is not None:
             tuned = [
                 Contender(text, forward(bound, launch=launch))
-                for text, launch in variants(gate._FORWARD, rows=(4, 8, 16), warps=(2, 4), per_thread=(4,), span=(64,))
-            ] + [
-                Contender(text, forward(bound, launch=launch))
-                for text, launch in variants(gate._FORWARD, rows=(8,), warps=(4,), per_thread=(2, 8), span=(64,))
+                for text, launch in [
+                    *variants(gate._FORWARD, rows=(4, 8), warps=(4,), registers=(None, 64)),
+                    *variants(gate._FORWARD, rows=(8, 16), warps=(2,)),
+                ]
             ]
+            tuned.append(Contender("torch cast to FP32", lambda x: lambda: x["raw"].float()))
+        if bench.tune:
             tuned_back = [
                 Contender(text, backward(bound, launch=launch))
                 for text, launch in [
-                    *variants(gate._BACKWARD, rows=(4,), warps=(2, 4), per_thread=(4,), registers=(None, 96)),
-                    *variants(gate._BACKWARD, rows=(4, 8), warps=(4,), per_thread=(2,), span=(64, 128)),
-                    *variants(gate._BACKWARD, rows=(2, 4), warps=(4,), per_thread=(4,), span=(128,)),
+                    *variants(gate._BACKWARD, rows=(2, 4), registers=(None,), span=(64, 128)),
+                    *variants(gate._BACKWARD, warps=(2, 8), registers=(96,)),
                 ]
             ]
         ours = Contender(f"titan_kda.{name}_gate_cumsum", forward(bound))
@@ -130,25 +132,23 @@ def conv_rows(bench: Bench) -> None:
             )
         )
 
-    tuned, tuned_back = [], []
+    tuned, tuned_back, tuned_packed = [], [], []
     if bench.tune:
         tuned = [
             Contender(text, forward(launch=launch))
             for text, launch in [
-                *variants(short_conv._FORWARD, rows=(4, 8), warps=(2, 4), per_thread=(4,), span=(64, 128)),
-                *variants(short_conv._FORWARD, rows=(4, 8), warps=(4,), per_thread=(8,), span=(64,)),
-                *variants(short_conv._FORWARD, rows=(8,), warps=(4,), per_thread=(2,), span=(128,)),
+                *variants(short_conv._FORWARD, rows=(4,), span=(32, 64, 128)),
+                *variants(short_conv._FORWARD, rows=(8,), span=(32, 64), registers=(None,)),
+                *variants(short_conv._FORWARD, rows=(4,), per_thread=(8,), registers=(None,)),
             ]
         ]
-        tuned_back = [
-            Contender(text, backward(launch=launch))
-            for text, launch in [
-                *variants(short_conv._BACKWARD, rows=(4,), warps=(2, 4), per_thread=(4,), span=(64, 128)),
-                *variants(short_conv._BACKWARD, rows=(4,), warps=(4,), per_thread=(4,), span=(128,), registers=(96,)),
-                *variants(short_conv._BACKWARD, rows=(8,), warps=(4,), per_thread=(4,), span=(128,)),
-                *variants(short_conv._BACKWARD, rows=(4, 8), warps=(4,), per_thread=(2,), span=(128, 256)),
-            ]
+        back = [
+            *variants(short_conv._BACKWARD, rows=(2, 4), span=(64, 128), registers=(None,)),
+            *variants(short_conv._BACKWARD, rows=(2, 4), span=(128,), registers=(96,)),
+            *variants(short_conv._BACKWARD, warps=(2, 8), span=(128,)),
         ]
+        tuned_back = [Contender(text, backward(launch=launch)) for text, launch in back]
+        tuned_packed = [Contender(text, backward(offsets(MIXED), launch=launch)) for text, launch in back]
     elements, weights = TOKENS * CHANNELS, 2 * CHANNELS * TAPS
     ours = Contender("titan_kda.causal_conv1d", forward())
     rows(bench, f"conv, T {TOKENS}", [ours, *tuned], make(TOKENS), 4 * elements + weights)
@@ -158,7 +158,7 @@ def conv_rows(bench: Bench) -> None:
     ours = Contender("titan_kda.causal_conv1d", forward(pack))
     rows(bench, f"conv, packed, T {TOKENS}", [ours], make(TOKENS), 4 * elements + weights)
     ours = Contender("titan_kda.causal_conv1d", backward(pack))
-    rows(bench, f"conv backward, packed, T {TOKENS}", [ours], make(TOKENS), 6 * elements + 2 * weights)
+    rows(bench, f"conv backward, packed, T {TOKENS}", [ours, *tuned_packed], make(TOKENS), 6 * elements + 2 * weights)
 
     def step_inputs(sequences: int) -> Callable[[int], dict[str, torch.Tensor]]:
         def inputs(seed: int) -> dict[str, torch.Tensor]:
@@ -180,51 +180,25 @@ def conv_rows(bench: Bench) -> None:
         if bench.tune:
             tuned = [
                 Contender(text, step(launch=launch))
-                for text, launch in variants(short_conv._STEP, warps=(1, 4), per_thread=(2, 4), span=(1, 4))
+                for text, launch in variants(short_conv._STEP, warps=(1, 2, 4), per_thread=(4, 8))
             ]
         moved = sequences * (2 * CHANNELS * (2 + 2 * (TAPS - 1)) + 4) + weights
         ours = Contender("titan_kda.causal_conv1d_step", step())
         rows(bench, f"conv step, N {sequences}", [ours, *tuned], step_inputs(sequences), moved)
 
 
-@contextlib.contextmanager
-def setting(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
 def l2norm_rows(bench: Bench) -> None:
-    import importlib
-
     module = importlib.import_module("titan_kda.kernels.l2norm")  # the package's attribute is the function
 
     def inputs(seed: int) -> dict[str, torch.Tensor]:
         n = normal(seed)
         return dict(x=n(1, TOKENS, HEADS, WIDTH).bfloat16(), grad=n(1, TOKENS, HEADS, WIDTH).bfloat16())
 
-    def call(run: Callable[[Any], Any], tile: int) -> Callable:
-        def make(x: Any) -> Callable[[], Any]:
-            def launch() -> Any:
-                with setting(module, "_TILE", tile):
-                    return run(x)
-
-            return launch
-
-        return make
-
     elements = TOKENS * CHANNELS
-    tiles = (1024, 2048, 4096, 8192) if bench.tune else ()
-    for name, run, moved in (
-        ("l2norm", lambda x: module._forward_triton(x["x"], 1e-6), 4),
-        ("l2norm backward", lambda x: module._backward_triton(x["grad"], x["x"], 1e-6), 6),
-    ):
-        ours = Contender("titan_kda.l2norm", call(run, module._TILE))
-        tuned = [Contender(f"  tile {tile}", call(run, tile)) for tile in tiles]
-        rows(bench, f"{name}, T {TOKENS}", [ours, *tuned], inputs, moved * elements)
+    ours = Contender("titan_kda.l2norm", lambda x: lambda: module._forward_triton(x["x"], 1e-6))
+    rows(bench, f"l2norm, T {TOKENS}", [ours], inputs, 4 * elements)
+    ours = Contender("titan_kda.l2norm", lambda x: lambda: module._backward_triton(x["grad"], x["x"], 1e-6))
+    rows(bench, f"l2norm backward, T {TOKENS}", [ours], inputs, 6 * elements)
 
 
 @benchmark.suite("elementwise")

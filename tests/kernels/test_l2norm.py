@@ -53,7 +53,7 @@ def test_eps_decides_for_short_rows_and_zero_rows_stay_zero(impl):
     check_against_fp64(x, normal(6, 16, seed=1), "fp32", impl, eps=0.5)
     y, dx = run(l2norm, x, torch.ones_like(x), impl=impl)
     assert not y[-1].any()
-    check("a zero row's gradient", dx[-1], torch.full((16,), 1e3), "fp32", "grad")  # rsqrt(1e-6)
+    check("a zero row's gradient", dx[-1], torch.full((16,), 1e3, device=DEVICE), "fp32", "grad")  # rsqrt(1e-6)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
