@@ -1,0 +1,451 @@
+"""chunk_kda's Triton kernels against FP64: small shapes wherever Triton runs, its interpreter included, the rest on a GPU.
+
+The interpreter gets FP32 and FP16 alone: its bf16 matrix product is wrong.
+"""
+
+import functools
+
+import pytest
+import torch
+from kda_inputs import LOG2_E, core_inputs, cumulative, differences, offsets, per_token, results, to_chunk
+from yardstick import DTYPES, YARDSTICK, check, rms_error
+
+from titan_kda.kernels import chunk_kda, l2norm, naive_chunk_kda, naive_recurrent_kda, recurrent_kda
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+triton_chunk_kda = functools.partial(chunk_kda, impl="triton")
+OP = torch.ops.titan_kda.chunk_kda.default
+BACKWARD_OP = torch.ops.titan_kda.chunk_kda_backward.default
+gpu = pytest.mark.gpu
+CONTRACT_PACKS = {
+    "one": [8192],
+    "mixed": [1300, 547, 2048, 963, 271, 3063],
+    "eight": [1024] * 8,
+}
+
+
+def make(batch, tokens, heads, key_width, value_width, row="fp32_chunk", cu_seqlens=None, bound=None, **options):
+    """Inputs of the chunk form on DEVICE; with a bound, no token's gate is below it."""
+    inputs = core_inputs(batch, tokens, heads, key_width, value_width, dtype=DTYPES[row], **options)
+    if bound is not None:
+        inputs["gate"].clamp_(min=bound * LOG2_E)
+    inputs = to_chunk(inputs, cu_seqlens)
+    return {name: x.to(DEVICE) for name, x in inputs.items()}
+
+
+def on_device(x):
+    return None if x is None else x.to(DEVICE)
+
+
+def grads_like(inputs, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((inputs["v"].shape, inputs["q"].dtype), (inputs["initial_state"].shape, torch.float32))
+    return [torch.randn(shape, generator=generator).to(dtype).to(DEVICE) for shape, dtype in shapes]
+
+
+def in_fp64(inputs, cu_seqlens, grads):
+    """Results and gradients in FP64; the gate's from the recurrence, which has no cancelling pairs."""
+    wide = {name: x.double() for name, x in inputs.items()}
+    wide["gate"] = differences(wide.pop("cumulative_gate"), cu_seqlens)
+    return results(naive_recurrent_kda, wide, cu_seqlens, *(None if g is None else g.double() for g in grads))
+
+
+def assert_within_yardstick(inputs, row, cu_seqlens=None, o="o_any", grads=None, skip=(), **options):
+    """Both results and all six gradients."""
+    cu_seqlens = on_device(cu_seqlens)
+    grads = grads_like(inputs) if grads is None else grads
+    function = functools.partial(triton_chunk_kda, **options)
+    output, state, found = results(function, inputs, cu_seqlens, *grads)
+    want, want_state, want_found = in_fp64(inputs, cu_seqlens, grads)
+    live = slice(None) if cu_seqlens is None else slice(0, int(cu_seqlens[-1]))
+    check("output", output[:, live], want[:, live], row, o)
+    check("final state", state, want_state, row, "state")
+    for name in inputs:
+        if name in skip:
+            continue
+        have, right = found[name], want_found["gate" if name == "cumulative_gate" else name]
+        assert have.dtype == inputs[name].dtype
+        if name == "cumulative_gate":
+            have = per_token(have.double(), cu_seqlens)
+        if name != "initial_state":
+            have, right = have[:, live], right[:, live]
+        check(f"d({name})", have, right, row, "gate_grad" if name in ("cumulative_gate", "beta") else "grad")
+
+
+# ---- wherever Triton runs ----
+
+
+@pytest.mark.parametrize("row", ["fp32_chunk", "fp16"])
+@pytest.mark.parametrize(
+    "tokens, key_width, value_width, bound",
+    [(1, 16, 8, None), (17, 60, 20, None), (65, 64, 64, None), (80, 16, 8, -5.0), (66, 100, 70, -1.0)],
+)
+def test_small_shapes(tokens, key_width, value_width, bound, row):
+    """Tails, widths that are no powers of two, with and without a promise."""
+    inputs = make(1, tokens, 1, key_width, value_width, row, bound=bound)
+    assert_within_yardstick(inputs, row, gate_lower_bound=bound)
+
+
+@pytest.mark.parametrize("row", ["fp32_chunk", "fp16"])
+@pytest.mark.parametrize("nats", [0.0, -12.0, -50.0, "jumps"])
+def test_gradients_at_any_gate(nats, row):
+    """Pairs of decay 2^0 left to cancel, or factors that FP16 cannot hold, would take the gate's gradient away."""
+    inputs = make(1, 67, 1, 16, 16, row, gate=-0.01 if nats == "jumps" else nats)
+    if nats == "jumps":
+        gate = differences(inputs["cumulative_gate"])
+        gate[:, [15, 16, 20, 21, 22, 40, 63, 64]] = -150 * LOG2_E
+        inputs["cumulative_gate"] = cumulative(gate)
+    # A state's gradient that is below FP32's normal numbers has no relative error.
+    skip = ("initial_state",) if nats == -50.0 else ()
+    assert_within_yardstick(inputs, row, skip=skip)
+
+
+def test_one_token_gives_the_gate_nothing():
+    inputs = make(2, 1, 1, 16, 8)
+    grads = grads_like(inputs)
+    inputs["initial_state"].zero_()
+    found = results(triton_chunk_kda, inputs, None, *grads)[2]
+    assert not found["cumulative_gate"].any() and found["k"].any()
+
+
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 64, 1], [1] * 3, [0, 0]])
+def test_packed_is_alone_and_nothing_past_the_end_is_read(lengths):
+    """Bit for bit, forward and backward; an empty slot passes its state and that state's gradient through."""
+    live, cu_seqlens = sum(lengths), offsets(lengths)
+    inputs = make(1, live + 5, 1, 12, 9, "fp16", cu_seqlens, sequences=len(lengths))
+    grad_output, grad_state = grads_like(inputs)
+    for name, x in (*inputs.items(), ("grad", grad_output)):
+        if name != "initial_state":
+            x[:, live:] = float("nan")
+    cu_seqlens = on_device(cu_seqlens)
+    output, state, grads = results(triton_chunk_kda, inputs, cu_seqlens, grad_output, grad_state)
+    for n, (start, length) in enumerate(zip(cu_seqlens.tolist(), lengths)):
+        if not length:
+            assert torch.equal(state[n], inputs["initial_state"][n])
+            assert torch.equal(grads["initial_state"][n], grad_state[n])
+            continue
+        rows = slice(start, start + length)
+        one = {name: x[:, rows] if name != "initial_state" else x[n : n + 1] for name, x in inputs.items()}
+        alone = results(triton_chunk_kda, one, None, grad_output[:, rows], grad_state[n : n + 1])
+        assert torch.equal(output[:, rows], alone[0]) and torch.equal(state[n], alone[1][0])
+        for name in one:
+            found = grads[name][n : n + 1] if name == "initial_state" else grads[name][:, rows]
+            assert torch.equal(found, alone[2][name]), name
+
+
+@pytest.mark.parametrize("token, bound", [(17, None), (40, -5.0)])
+def test_causality_is_exact(token, bound):
+    """No bit before ``token`` depends on it: outputs, and gradients of a loss on them."""
+    function = functools.partial(triton_chunk_kda, gate_lower_bound=bound)
+    inputs = core_inputs(1, 70, 1, 16, 8)
+    inputs["gate"].clamp_(min=-5.0)
+    grad_output, _ = grads_like(inputs)
+    grad_output[:, token:] = 0
+
+    def run():
+        return results(function, {k: v.to(DEVICE) for k, v in to_chunk(inputs).items()}, None, grad_output)
+
+    output, _, found = run()
+    for name, value in (("q", 1e4), ("k", -1.0), ("v", 1e8), ("gate", -5.0), ("beta", 5.0)):
+        inputs[name][:, token:] = value * torch.rand_like(inputs[name][:, token:])
+    output_2, _, found_2 = run()
+    assert not torch.equal(output[:, token:], output_2[:, token:])
+    assert torch.equal(output[:, :token], output_2[:, :token])
+    assert torch.equal(found["initial_state"], found_2["initial_state"])
+    for name in ("q", "k", "v", "cumulative_gate", "beta"):
+        assert torch.equal(found[name][:, :token], found_2[name][:, :token]), name
+
+
+LIKE_KEYS = [("fp32_chunk", (1e-4, 1e-4)), ("fp16", (5e-3, 1e-2))] + ([("bf16", (3e-2, 1e-1))] if ON_GPU else [])
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+@pytest.mark.parametrize("row, limits", LIKE_KEYS)
+def test_identical_keys(row, limits, beta):
+    """The inverse has entries of +-1 (beta 1); by repeated squaring it would pass through powers of 1e17."""
+    inputs = make(1, 64, 1, 64, 16, row, gate=0.0)
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"]).contiguous()
+    inputs["beta"] = torch.full_like(inputs["beta"], beta)
+    output, state, found = results(triton_chunk_kda, inputs, None, *grads_like(inputs))
+    want, want_state = naive_chunk_kda(**{name: x.double() for name, x in inputs.items()}, output_final_state=True)
+    limit = limits[beta == 2.0]
+    assert rms_error(output, want) <= limit and rms_error(state, want_state) <= limit
+    assert all(torch.isfinite(grad).all() for grad in found.values())
+
+
+@pytest.mark.parametrize("row", ["fp32_chunk", "bf16"] if ON_GPU else ["fp32_chunk"])
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_fused_norm_is_the_norm(bound, row):
+    inputs = make(1, 66, 1, 16, 8, row, bound=bound)
+    raw = inputs.pop("q") * 3
+    options = dict(output_final_state=True, gate_lower_bound=bound)
+    for scale in (1e-3, 1e3):
+        q = raw * scale
+        q[:, 3] = 0
+        output, state = triton_chunk_kda(q, **inputs, fuse_q_l2norm=True, **options)
+        want, want_state = triton_chunk_kda(l2norm(q, impl="reference"), **inputs, **options)
+        assert torch.equal(state, want_state), "the final state does not depend on q"
+        assert not output[:, 3].any() and not output.isnan().any()
+        tolerance = dict(rtol=2e-2, atol=2e-3) if row == "bf16" else dict(rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output, want, **tolerance)
+
+
+@pytest.mark.parametrize("which", ["output", "state"])
+def test_gradient_of_one_result_alone(which):
+    inputs = make(1, 66, 1, 16, 8)
+    grad_output, grad_state = grads_like(inputs)
+    grads = (grad_output, None) if which == "output" else (None, grad_state)
+    assert_within_yardstick(inputs, "fp32_chunk", grads=grads)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed):
+    cu_seqlens = offsets([5, 0, 20]) if packed else None
+    inputs = make(1, 25, 1, 12, 8, "fp16", cu_seqlens, sequences=3 if packed else 1)
+    cu_seqlens = on_device(cu_seqlens)
+    tensors = list(inputs.values())
+    torch.library.opcheck(OP, (*tensors, cu_seqlens, True, False, None, "triton"))
+    torch.library.opcheck(BACKWARD_OP, (*grads_like(inputs), *tensors, cu_seqlens, None, "triton"))
+
+
+def test_views_in_and_nothing_written():
+    """Slices of one projection, an expanded beta and an expanded gradient give what copies give."""
+    fused = make(1, 20, 2, 16, 52)["v"]
+    q, k, v = fused.split([16, 16, 20], -1)
+    inputs = make(1, 20, 2, 16, 20)
+    inputs |= dict(q=q, k=torch.nn.functional.normalize(k, dim=-1), v=v, beta=inputs["beta"][:, :1].expand(1, 20, 2))
+    before = {name: x.clone() for name, x in inputs.items()}
+    grad = torch.ones((), device=DEVICE).expand(1, 20, 2, 20)
+    leaves = [x.detach().requires_grad_() for x in inputs.values()]
+    output, _ = triton_chunk_kda(*leaves)
+    found = torch.autograd.grad(output, leaves, grad)
+    want = results(triton_chunk_kda, {n: x.contiguous() for n, x in before.items()}, None, grad.contiguous())
+    assert torch.equal(output, want[0]) and all(torch.equal(a, b) for a, b in zip(found, want[2].values()))
+    assert all(torch.equal(inputs[name], before[name]) for name in inputs), "an input was written to"
+
+
+def test_second_order_raises():
+    tensors = [x.requires_grad_() for x in make(1, 3, 1, 16, 8).values()]
+    output, _ = triton_chunk_kda(*tensors)
+    (grad,) = torch.autograd.grad(output.square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="chunk_kda differentiates once"):
+        torch.autograd.grad(grad.sum(), tensors[1])
+
+
+# ---- on a GPU ----
+
+ROWS = ["bf16", "fp16", "fp32_chunk"]
+
+
+@gpu
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 127, 128, 300, 1000])
+def test_lengths(tokens, bound, row):
+    inputs = make(1, tokens, 2, 128, 128, row, bound=bound)
+    assert_within_yardstick(inputs, row, o="o", gate_lower_bound=bound)
+
+
+@gpu
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("keys", ["random", "silu"])
+@pytest.mark.parametrize("key_width, value_width", [(60, 100), (256, 64), (128, 300), (16, 128)])
+def test_widths(key_width, value_width, keys, row):
+    inputs = make(2, 130, 3, key_width, value_width, row, keys=keys, bound=-5.0)
+    assert_within_yardstick(inputs, row, gate_lower_bound=-5.0)
+
+
+@gpu
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("nats", [0.0, -0.01, -1.0, -5.0, -7.0, -12.0, -20.0, -50.0])
+def test_constant_gates(nats, row):
+    inputs = make(1, 150, 2, 128, 128, row, gate=nats)
+    inputs["q"] *= torch.logspace(-3, 3, 150, device=DEVICE)[:, None, None] if row != "fp16" else 1
+    # Through 150 tokens the initial state's gradient falls below FP32's normal numbers: its loss is on the output alone.
+    grads = (grads_like(inputs)[0], None)
+    assert_within_yardstick(inputs, row, grads=grads, gate_lower_bound=nats if -5 <= nats < 0 else None)
+
+
+@gpu
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("pack", CONTRACT_PACKS)
+def test_contract_packs(pack, row):
+    lengths = CONTRACT_PACKS[pack]
+    cu_seqlens = offsets(lengths)
+    inputs = make(1, 8192, 2, 128, 128, row, cu_seqlens, sequences=len(lengths), bound=-5.0)
+    cu_seqlens = on_device(cu_seqlens)
+    want, want_state = naive_chunk_kda(
+        **{name: x.double() for name, x in inputs.items()}, cu_seqlens=cu_seqlens, output_final_state=True
+    )
+    for bound in (None, -5.0):
+        output, state = triton_chunk_kda(
+            **inputs, cu_seqlens=cu_seqlens, output_final_state=True, gate_lower_bound=bound
+        )  # fmt: skip
+        check("output", output, want, row, "o")
+        check("state", state, want_state, row, "state")
+
+
+@gpu
+@pytest.mark.parametrize("scale", [1e-6, 1e4])
+@pytest.mark.parametrize("row", ["bf16", "fp32_chunk"])
+def test_initial_states_of_any_size(scale, row):
+    inputs = make(1, 200, 2, 128, 128, row)
+    inputs["initial_state"] *= scale
+    assert_within_yardstick(inputs, row)
+
+
+@gpu
+def test_many_sequences_and_heads():
+    """More than 65,535 sequences times heads, one token each: a grid axis would not hold them."""
+    lengths = [1] * 700
+    cu_seqlens = on_device(offsets(lengths))
+    inputs = make(1, 700, 96, 16, 16, "bf16", offsets(lengths), sequences=700)
+    output, state = triton_chunk_kda(**inputs, cu_seqlens=cu_seqlens, output_final_state=True)
+    wide = {name: x.double() for name, x in inputs.items()}
+    wide["gate"] = wide.pop("cumulative_gate")  # chunks of one token
+    as_batch = {name: x if name == "initial_state" else x.transpose(0, 1) for name, x in wide.items()}
+    want, want_state = naive_recurrent_kda(**as_batch, output_final_state=True)
+    check("output", output, want.transpose(0, 1), "bf16", "o_any")
+    check("state", state, want_state, "bf16", "state")
+
+
+@gpu
+def test_more_than_2_31_bytes_and_8_4_million_rows():
+    """In two pieces, cut at a chunk, with the state handed over: the very same bits as in one."""
+    tokens, heads = 262_208, 32
+    shape = (1, tokens, heads, 128)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    gate = -torch.rand(shape, device="cuda").view(1, tokens // 64, 64, heads, 128).cumsum(2).view(shape)
+    beta = torch.rand(shape[:3], device="cuda")
+    output, state = triton_chunk_kda(q, k, v, gate, beta, output_final_state=True, gate_lower_bound=-1.0)
+    handed = None
+    for rows in (slice(0, 131_072), slice(131_072, tokens)):
+        piece = [x[:, rows] for x in (q, k, v, gate, beta)]
+        part, handed = triton_chunk_kda(*piece, handed, output_final_state=True, gate_lower_bound=-1.0)
+        assert torch.equal(part, output[:, rows])
+    assert torch.equal(handed, state)
+
+
+@gpu
+def test_error_does_not_grow_with_length():
+    errors = []
+    for tokens in (1024, 65_536):
+        inputs = make(1, tokens, 1, 128, 128, "bf16", gate=-0.01)
+        output, _ = triton_chunk_kda(**inputs)
+        want, _ = naive_chunk_kda(**{name: x.double() for name, x in inputs.items()})
+        errors.append(rms_error(output, want))
+    assert errors[1] <= 1.2 * errors[0] and errors[1] <= YARDSTICK["bf16"]["o"]
+
+
+@gpu
+@pytest.mark.parametrize("row", ROWS)
+def test_same_bits_every_time_and_in_any_grad_mode(row):
+    inputs = make(2, 300, 8, 128, 128, row)
+    first = results(triton_chunk_kda, inputs, None, *grads_like(inputs))
+    for _ in range(5):
+        again = results(triton_chunk_kda, inputs, None, *grads_like(inputs))
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+        assert all(torch.equal(first[2][name], again[2][name]) for name in inputs)
+    with torch.no_grad():
+        output, state = triton_chunk_kda(**inputs, output_final_state=True)
+    assert torch.equal(output, first[0]) and torch.equal(state, first[1])
+
+
+@gpu
+@pytest.mark.parametrize("row", ["bf16", "fp32_chunk"])
+def test_packed_is_alone_at_full_width(row):
+    lengths = [130, 0, 1, 64, 200]
+    cu_seqlens = offsets(lengths)
+    inputs = make(1, sum(lengths), 4, 128, 128, row, cu_seqlens, sequences=5, bound=-5.0)
+    function = functools.partial(triton_chunk_kda, gate_lower_bound=-5.0)
+    grad_output, grad_state = grads_like(inputs)
+    output, state, grads = results(function, inputs, on_device(cu_seqlens), grad_output, grad_state)
+    for n, (start, length) in enumerate(zip(cu_seqlens.tolist(), lengths)):
+        if length:
+            rows = slice(start, start + length)
+            one = {name: x[:, rows] if name != "initial_state" else x[n : n + 1] for name, x in inputs.items()}
+            alone = results(function, one, None, grad_output[:, rows], grad_state[n : n + 1])
+            assert torch.equal(output[:, rows], alone[0]) and torch.equal(state[n], alone[1][0])
+            for name in one:
+                found = grads[name][n : n + 1] if name == "initial_state" else grads[name][:, rows]
+                assert torch.equal(found, alone[2][name]), name
+
+
+@gpu
+def test_no_synchronisation_and_graph_replay():
+    """Captured once, replayed after offsets, states, data and gradients were changed in place: eager's bits."""
+
+    def draw(lengths, seed):
+        cu_seqlens = offsets(lengths)
+        inputs = make(1, 300, 4, 128, 128, "bf16", cu_seqlens, sequences=3, seed=seed)
+        return [*inputs.values(), on_device(cu_seqlens)], grads_like(inputs, seed)
+
+    tensors, grads = draw([100, 150, 50], 0)
+
+    def call():
+        output, state = OP(*tensors, True, False, None, "triton")
+        return [output, state, *BACKWARD_OP(*grads, *tensors, None, "triton")]
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for lengths, seed in (([100, 150, 50], 0), ([7, 0, 290], 1), ([0, 300, 0], 2)):
+        fresh, fresh_grads = draw(lengths, seed)
+        for old, new in zip([*tensors, *grads], [*fresh, *fresh_grads]):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        live = sum(lengths)
+        for replayed, eager in zip(captured, call()):
+            rows = slice(None) if replayed.shape[:1] == (3,) else (slice(None), slice(0, live))
+            assert torch.equal(replayed[rows], eager[rows])
+
+
+@gpu
+def test_compiles_whole():
+    """fullgraph, forward and backward, as eager gives; T and N go on changing without a third compilation."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    def call(q, k, v, cumulative_gate, beta, initial_state, cu_seqlens=None, output_final_state=True):
+        output, state = triton_chunk_kda(
+            q, k, v, cumulative_gate, beta, initial_state, cu_seqlens=cu_seqlens, output_final_state=output_final_state
+        )  # fmt: skip
+        return output * 2, state
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for lengths in ([5, 0, 60], [33, 2, 1, 64], [70, 7], [1, 2, 3, 4, 5]):
+        cu_seqlens = offsets(lengths)
+        inputs = make(1, sum(lengths), 2, 64, 64, "bf16", cu_seqlens, sequences=len(lengths))
+        cu_seqlens = on_device(cu_seqlens)
+        want = results(call, inputs, cu_seqlens, *grads_like(inputs))
+        found = results(compiled, inputs, cu_seqlens, *grads_like(inputs))
+        assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+        assert all(torch.equal(found[2][name], want[2][name]) for name in inputs)
+    assert counter.frame_count <= 2
+
+
+@gpu
+def test_against_the_recurrent_kernel():
+    """chunk_kda on cumulative gates is recurrent_kda on per-token gates, and either hands its state to the other."""
+    inputs = {name: x.to(DEVICE) for name, x in core_inputs(2, 200, 4, 128, 128, dtype=torch.bfloat16).items()}
+    want, want_state = recurrent_kda(**inputs, output_final_state=True)
+    output, state = triton_chunk_kda(**to_chunk(inputs), output_final_state=True)
+    check("output", output, want, "bf16", "o")
+    check("state", state, want_state, "bf16", "state")
+    parts = [
+        {n: x if n == "initial_state" else x[:, r] for n, x in inputs.items()} for r in (slice(150), slice(150, 200))
+    ]
+    first, handed = triton_chunk_kda(**to_chunk(parts[0]), output_final_state=True)
+    second, state = recurrent_kda(**{**parts[1], "initial_state": handed}, output_final_state=True)
+    check("output", torch.cat([first, second], 1), want, "bf16", "o")
+    check("state", state, want_state, "bf16", "state")
