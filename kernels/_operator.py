@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton import knobs
 
 NAMESPACE = "titan_kda"
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,7 +33,7 @@ REFERENCE_ONLY = frozenset({"chunk_output", "chunk_fwd_o_vk"})
 
 
 # Read once, as @triton.jit reads it; torch.compile cannot trace the look-up.
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = bool(knobs.runtime.interpret)
 
 
 def interpreted() -> bool:

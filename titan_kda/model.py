@@ -346,7 +346,8 @@ def document_offsets(tokens: Tensor, eos_id: int) -> Tensor:
     if not tokens.is_cuda:
         return F.pad(ends.nonzero().squeeze(1) + 1, (1, 0)).to(torch.int32)
     capacity = rows * (length // 8 + 1)
-    torch._assert_async(ends.sum() <= capacity, "document_offsets: more documents than one for every eight tokens")
+    message = "document_offsets: more documents than one for every eight tokens"
+    torch.ops.aten._assert_async.msg(ends.sum() <= capacity, message)
     positions = torch.arange(1, total + 1, device=tokens.device, dtype=torch.int32)
     slots = torch.where(ends, ends.cumsum(0), capacity + 1)  # what ends nothing goes to one slot past the last
     slots = slots.clamp(max=capacity + 1)

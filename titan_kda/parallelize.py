@@ -8,8 +8,10 @@ layers the stream is split along the sequence.
 from typing import Any, cast
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -80,7 +82,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
     if job_config.compile.enable and parallel_dims.tp_enabled:
         # Its key leaves out process groups' names, which a graph with collectives holds: a rank of one TP group, or a
         # later run, would take a graph that speaks to another group (torch 2.13).
-        torch._functorch.config.enable_autograd_cache = False
+        functorch_config.enable_autograd_cache = False
 
     if parallel_dims.fsdp_enabled:
         apply_fsdp(decoder, parallel_dims, job_config)
@@ -97,9 +99,10 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
 
 
 # DDP checks the annotations, so they are objects here and not strings.
-def _sum_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's reduction without its average: the loss is divided by the global number of tokens already."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
 
 
