@@ -82,17 +82,15 @@ def gate_rows(bench: Bench) -> None:
             tuned = [
                 Contender(text, forward(bound, launch=launch))
                 for text, launch in [
-                    *variants(gate._FORWARD, rows=(4, 8), warps=(4,), registers=(None, 64)),
-                    *variants(gate._FORWARD, rows=(8, 16), warps=(2,)),
+                    *variants(gate._FORWARD, rows=(8,), stages=(2, 3), warps=(1, 2, 4)),
+                    *variants(gate._FORWARD, rows=(16,), stages=(2,), warps=(2, 4)),
                 ]
             ]
-            tuned.append(Contender("torch cast to FP32", lambda x: lambda: x["raw"].float()))
-        if bench.tune:
             tuned_back = [
                 Contender(text, backward(bound, launch=launch))
                 for text, launch in [
-                    *variants(gate._BACKWARD, rows=(2, 4), registers=(None,), span=(64, 128)),
-                    *variants(gate._BACKWARD, warps=(2, 8), registers=(96,)),
+                    *variants(gate._BACKWARD, rows=(4,), stages=(2, 3), warps=(2, 4)),
+                    *variants(gate._BACKWARD, rows=(8,), stages=(2,), span=(64, 128)),
                 ]
             ]
         ours = Contender(f"titan_kda.{name}_gate_cumsum", forward(bound))
@@ -137,15 +135,15 @@ def conv_rows(bench: Bench) -> None:
         tuned = [
             Contender(text, forward(launch=launch))
             for text, launch in [
-                *variants(short_conv._FORWARD, rows=(4,), span=(32, 64, 128)),
-                *variants(short_conv._FORWARD, rows=(8,), span=(32, 64), registers=(None,)),
-                *variants(short_conv._FORWARD, rows=(4,), per_thread=(8,), registers=(None,)),
+                *variants(short_conv._FORWARD, rows=(8,), stages=(2, 3), span=(32, 64)),
+                *variants(short_conv._FORWARD, rows=(4,), stages=(3,), span=(64,)),
+                *variants(short_conv._FORWARD, warps=(1, 2)),
             ]
         ]
         back = [
-            *variants(short_conv._BACKWARD, rows=(2, 4), span=(64, 128), registers=(None,)),
-            *variants(short_conv._BACKWARD, rows=(2, 4), span=(128,), registers=(96,)),
-            *variants(short_conv._BACKWARD, warps=(2, 8), span=(128,)),
+            *variants(short_conv._BACKWARD, rows=(4,), stages=(2, 3), warps=(1, 2, 4)),
+            *variants(short_conv._BACKWARD, rows=(8,), stages=(2,)),
+            *variants(short_conv._BACKWARD, rows=(4,), stages=(2,), span=(64,)),
         ]
         tuned_back = [Contender(text, backward(launch=launch)) for text, launch in back]
         tuned_packed = [Contender(text, backward(offsets(MIXED), launch=launch)) for text, launch in back]
@@ -180,7 +178,7 @@ def conv_rows(bench: Bench) -> None:
         if bench.tune:
             tuned = [
                 Contender(text, step(launch=launch))
-                for text, launch in variants(short_conv._STEP, warps=(1, 2, 4), per_thread=(4, 8))
+                for text, launch in variants(short_conv._STEP, warps=(1, 4), per_thread=(4, 8))
             ]
         moved = sequences * (2 * CHANNELS * (2 + 2 * (TAPS - 1)) + 4) + weights
         ours = Contender("titan_kda.causal_conv1d_step", step())
