@@ -73,7 +73,7 @@ def to_toml(values):
     lines = []
     for section, table in sections:
         lines += [f"[{section}]"] if section else []
-        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 

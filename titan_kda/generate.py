@@ -25,6 +25,10 @@ from .cache import ModelCache, select
 from .data import ByteTokenizer
 
 
+class NotFiniteError(ValueError):
+    """Logits with NaN or infinity among them, of which no token can be drawn."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn.
@@ -96,11 +100,11 @@ def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
     """The next token from one row of logits [vocab_size], drawn on the CPU in FP64.
 
     Raises:
-        ValueError: logits that are not finite.
+        NotFiniteError: logits that are not finite.
     """
     logits = logits.float().cpu()
     if not torch.isfinite(logits).all():
-        raise ValueError("the model's logits are not finite; the checkpoint or the dtype is at fault")
+        raise NotFiniteError("the model's logits are not finite")
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = torch.sort(logits.double(), descending=True, stable=True)
@@ -171,7 +175,8 @@ def generate(
         speed: filled as generation goes.
 
     Raises:
-        ValueError: a prompt of no tokens; logits that are not finite.
+        ValueError: a prompt of no tokens.
+        NotFiniteError: logits that are not finite.
     """
     if not samples:
         return

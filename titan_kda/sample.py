@@ -21,7 +21,7 @@ import torch
 from ._version import __version__
 from .checkpoint import CheckpointError, read_weights, resolve_checkpoint
 from .data import build_tokenizer, check_vocab, stream_decoder
-from .generate import Sample, Speed, encode_prompt, generate, settings_of
+from .generate import NotFiniteError, Sample, Speed, encode_prompt, generate, settings_of
 from .job_config import JobError, check_sampling, model_args_of
 from .model import Decoder
 from .train import load_job
@@ -255,8 +255,8 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
         )
     except KeyboardInterrupt:
         status = 130
-    except ValueError as error:
-        raise JobError(str(error)) from None
+    except NotFiniteError as error:
+        raise JobError(f"{error}: the checkpoint or --dtype is at fault") from None
     for i in range(len(samples)):
         printer.end(i)
     _report(speed)

@@ -27,7 +27,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from .data import build_validation_dataloader
-from .generate import Sample, Speed, encode_prompt, generate, settings_of
+from .generate import NotFiniteError, Sample, Speed, encode_prompt, generate, settings_of
 from .job_config import JobError
 
 
@@ -109,19 +109,27 @@ class GeneratingValidator(Validator):
                 self.generate(model_parts[0], step)
 
     def generate(self, model: nn.Module, step: int) -> None:
+        """Continues the job's prompts and writes what comes.
+
+        Raises:
+            JobError: the weights are not finite any more.
+        """
         section = self.job_config.generation
         samples = [Sample(prompt) for prompt in self.prompts]
         speed = Speed()
-        with self.maybe_enable_amp:
-            generate(
-                model,
-                samples,
-                settings_of(section),
-                eos_id=self.tokenizer.eos_id,
-                vocab_size=self.tokenizer.get_vocab_size(),
-                device=torch.device(utils.device_type),
-                speed=speed,
-            )
+        try:
+            with self.maybe_enable_amp:
+                generate(
+                    model,
+                    samples,
+                    settings_of(section),
+                    eos_id=self.tokenizer.eos_id,
+                    vocab_size=self.tokenizer.get_vocab_size(),
+                    device=torch.device(utils.device_type),
+                    speed=speed,
+                )
+        except NotFiniteError as error:
+            raise JobError(f"step {step}: training has diverged: {error}") from None
         texts = [self.tokenizer.decode(sample.tokens) for sample in samples]
         for prompt, text in zip(section.prompts, texts):
             logger.info(f"step {step} sample: {prompt}{text}")
