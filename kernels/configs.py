@@ -67,7 +67,6 @@ class ChunkConfig:
     backward_scan_stages: int
     inputs_warps: int
     inputs_block: int
-    inputs_registers: int | None
 
 
 def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
@@ -82,5 +81,4 @@ def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
         backward_scan_stages=1 if full_precision or wide else 2,
         inputs_warps=8,
         inputs_block=64,
-        inputs_registers=None if full_precision else 128,
     )

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._device import on_device
 from .._operator import (
     check_core_inputs,
     check_lower_bound,
@@ -42,7 +43,6 @@ from .._operator import (
     second_order_raises,
     wants_grad,
 )
-from .._device import on_device
 from ..reference import naive_chunk_kda, naive_l2norm
 from .backward_inputs import input_gradients
 from .backward_scan import backward_scan
@@ -167,8 +167,8 @@ def _triton_backward(
         return (*(x.new_zeros(x.shape) for x in inputs), no_state)
     q, k, v, cumulative_gate, beta, initial_state = _contiguous(*inputs, initial_state)
     grad_output, grad_final_state = _contiguous(grad_output, grad_final_state)
-    # FP16 cannot hold a factor such as 2^-72, and where every gate is strong the gradients of the gate and of the initial
-    # state are made of nothing else: its backward runs on FP32 operands.
+    # FP16 cannot hold a factor such as 2^-72, and where every gate is strong the gradients of the gate and of the
+    # initial state are made of nothing else: its backward runs on FP32 operands.
     dtype = operand_dtype(q, k, v)
     dtype = torch.float32 if dtype == torch.float16 else dtype
     with on_device(q):

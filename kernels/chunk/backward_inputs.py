@@ -1,7 +1,8 @@
-"""Backward stage 2 of chunk_kda: the gradients of q, k, v, the cumulative gate and beta (Kimi Linear, arXiv 2510.26692).
+"""Backward stage 2 of chunk_kda: the gradients of q, k, v, the cumulative gate and beta (Kimi Linear, arXiv
+2510.26692).
 
-One program per (chunk, head), with the state S at the chunk's start, the gradient dS' of the state at its end, v_new and
-dv_new from the scans. With v_new = A beta (v - (k 2^G) S), the inverse never needs a gradient of its own:
+One program per (chunk, head), with the state S at the chunk's start, the gradient dS' of the state at its end, v_new
+and dv_new from the scans. With v_new = A beta (v - (k 2^G) S), the inverse never needs a gradient of its own:
 
     dX = A^T dv_new          dv = beta dX        dL = -tril(dX v_new^T)       da_qk = scale tril(dO v_new^T)
 
@@ -13,7 +14,8 @@ i collects its pairs with earlier tokens and row j those with later ones:
 The gate's gradient is the sum of each row's terms times q or k, less the columns'. Pairs whose decay is 2^0, the
 diagonal and the last row's own write into the state, are no part of it: they never enter the sums. All sums are FP32.
 
-At K = V = 128 in bf16 it reads 3,204 bytes for each token and head and writes 1,284 (256 of them dX, in dv_new's place).
+At K = V = 128 in bf16 it reads 3,204 bytes for each token and head and writes 1,284 (256 of them dX, in dv_new's
+place).
 """
 
 import torch
@@ -27,7 +29,9 @@ from .tiles import chunk_slots, load_rows, locate_chunk, matmul
 
 
 @triton.jit
-def pair_factors(gate, row, rows, channel, K, stride, log_level, half_range, MASKED: tl.constexpr, ANCHORED: tl.constexpr):
+def pair_factors(
+    gate, row, rows, channel, K, stride, log_level, half_range, MASKED: tl.constexpr, ANCHORED: tl.constexpr
+):
     """above_i and below_j with 2^(G_i - G_j) = above_i below_j for the pairs of one level; where ANCHORED, log_level 3
     stands for all levels below 16 (prepare.py)."""
     tile = load_rows(gate, row, rows, channel, K, stride, MASKED)
@@ -57,9 +61,9 @@ def served_pairs(tile, row, column, log_level, ANCHORED: tl.constexpr):
 
 
 @triton.jit
-def column_gradients_kernel(
-    q, k, v, gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, d_output, dk_out, dv_out, dg_out, d_rows,
-    T, N, H, K, V, steps, steps_v, half_range, scale,
+def input_gradients_kernel(
+    q, k, v, gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, d_output, dq_out, dk_out, dv_out, dg_out,
+    dbeta_out, T, N, H, K, V, steps, steps_v, half_range, scale,
     PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, HAS_OUTPUT: tl.constexpr,
     WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -74,6 +78,7 @@ def column_gradients_kernel(
     q += first * K
     k += first * K
     gate += first * K
+    dq_out += first * K
     dk_out += first * K
     dg_out += first * K
     v += first * V
@@ -110,85 +115,13 @@ def column_gradients_kernel(
             d_diagonal += tl.sum(d_out * written.to(tl.float32), axis=1)
             d_out = d_out.to(OPERAND)
             d_scores = tl.dot(d_out, tl.trans(written), d_scores, input_precision=PRECISION)
+    # Through memory, and so out of the registers: a_qk and a_inv are not needed any more.
     tl.store(a_qk + row * (H * 64) + j, tl.where(row > j, d_scores, 0.0).to(OPERAND), mask=in_rows)
     tl.store(a_inv + row * (H * 64) + j, tl.where(row > j, -d_lower, 0.0).to(OPERAND), mask=in_rows)
-    row_1d = tl.arange(0, 64)
-    d_rows += 2 * (first + row_1d * H)
-    tl.store(d_rows, d_beta, mask=row_1d < rows)
-    tl.store(d_rows + 1, d_diagonal, mask=row_1d < rows)
-    tl.debug_barrier()  # what was stored in a_qk and a_inv is loaded below by other threads of this program
+    tl.debug_barrier()  # what was stored above is loaded below by other threads of this program
 
-    for step in range(0, steps):
-        channel = step * BK + tl.arange(0, BK)[None, :]
-        column_side = tl.zeros((64, BK), tl.float32)
-        passed_on = tl.zeros((BK,), tl.float32)
-        for step_v in range(0, steps_v):
-            value = step_v * BV + tl.arange(0, BV)[None, :]
-            state = tl.load(h + tl.trans(channel) * WIDTH_V + value)
-            d_state = tl.load(dh + tl.trans(channel) * WIDTH_V + value)
-            passed_on += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
-            written = load_rows(v_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
-            column_side = tl.dot(written, tl.trans(d_state), column_side, input_precision=PRECISION)
-        gate_tile = load_rows(gate, row, rows, channel, K, H * K, MASK_K)
-        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, channel, K, H * K, MASK_K)
-        column_side *= tl.exp2(-tl.abs(gate_last - gate_tile))
-        target = row * (H * K) + channel
-        in_target = in_rows & (channel < K)
-        # The last row's own write decays by 2^0: it is dk's alone. Nothing follows that row, so its place in dg_out is
-        # free for what the state as a whole passes on to the gate.
-        is_last = row == rows - 1
-        tl.store(dk_out + target, column_side.to(dk_out.dtype.element_ty), mask=in_target & is_last)
-        column_side = tl.where(is_last, 0.0, column_side)
-        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
-        passed_on = passed_on[None, :] * tl.exp2(gate_last) + tl.sum(k_tile * column_side, axis=0)[None, :]
-        for log_level in range(3 if ANCHORED else 0, 6):
-            above, below = pair_factors(gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED)
-            scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
-            scores = tl.trans(served_pairs(scores, row, j, log_level, ANCHORED).to(OPERAND))
-            q_above = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(OPERAND) * above.to(OPERAND)
-            pairs = matmul(scores, q_above, PRECISION)
-            lower = load_rows(a_inv, row, rows, j, 64, H * 64, False)
-            lower = tl.trans(served_pairs(lower, row, j, log_level, ANCHORED).to(OPERAND))
-            k_above = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(OPERAND) * (above * beta_row).to(OPERAND)
-            pairs = tl.dot(lower, k_above, pairs, input_precision=PRECISION)
-            column_side += pairs * below
-        tl.store(dg_out + target, tl.where(is_last, passed_on, column_side), mask=in_target)
-
-
-@triton.jit
-def row_gradients_kernel(
-    q, k, gate, beta, cu_seqlens, a_qk, a_inv, h, dv_new, d_output, dq_out, dk_out, dg_out, dbeta_out, d_rows,
-    T, N, H, K, V, steps, steps_v, half_range, scale,
-    PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, HAS_OUTPUT: tl.constexpr,
-    WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    slot = tl.program_id(0) // H
-    head = tl.program_id(0) % H
-    _, start, rows = locate_chunk(cu_seqlens, slot, T, N, PACKED)
-    if rows <= 0:
-        return
-    OPERAND: tl.constexpr = dv_new.dtype.element_ty
-    first = start * H + head  # of a [tokens, H] table
-    q += first * K
-    k += first * K
-    gate += first * K
-    dq_out += first * K
-    dk_out += first * K
-    dg_out += first * K
-    d_output += first * V
-    a_qk += first * 64
-    a_inv += first * 64
-    dv_new += first * WIDTH_V
-    h += (slot.to(tl.int64) * H + head) * WIDTH_K * WIDTH_V
-
-    row = tl.arange(0, 64)[:, None]
-    in_rows = row < rows
-    is_last = row == rows - 1
-    j = tl.arange(0, 64)[None, :]
-    row_1d = tl.arange(0, 64)
-    d_rows += 2 * first
-    d_beta = tl.load(d_rows + row_1d * (2 * H), mask=row_1d < rows, other=0.0)
+    # For each block of channels first what row i collects from earlier tokens and the state, then what row j collects
+    # from later ones: both at once would not fit the registers. The gate's gradient waits in its place meanwhile.
     for step in range(0, steps):
         channel = step * BK + tl.arange(0, BK)[None, :]
         target = row * (H * K) + channel
@@ -208,7 +141,8 @@ def row_gradients_kernel(
         row_side *= -decay
         for log_level in range(3 if ANCHORED else 0, 6):
             above, below = pair_factors(gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED)
-            k_below = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(OPERAND) * below.to(OPERAND)
+            k_below = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * below
+            k_below = k_below.to(OPERAND)
             scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
             scores = served_pairs(scores, row, j, log_level, ANCHORED).to(OPERAND)
             dq += matmul(scores, k_below, PRECISION) * above
@@ -217,21 +151,48 @@ def row_gradients_kernel(
             row_side += matmul(lower, k_below, PRECISION) * above
         q_tile = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
         k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
-        beta_row = tl.load(beta + first + row * H, mask=in_rows, other=0.0).to(tl.float32)
-        d_diagonal = tl.load(d_rows + row * (2 * H) + 1, mask=in_rows, other=0.0)
         d_beta += tl.sum(k_tile * row_side, axis=1)
         row_side *= beta_row
-        column_side = tl.load(dg_out + target, mask=in_target, other=0.0)
-        passed_on = tl.where(is_last, column_side, 0.0)
-        column_side = tl.where(is_last, 0.0, column_side)
-        dg = q_tile * dq + k_tile * (row_side - column_side) + passed_on
-        tl.store(dg_out + target, dg * 0.6931471805599453, mask=in_target)  # ln 2: the gate is a log2
-        own_write = tl.load(dk_out + target, mask=in_target & is_last, other=0.0).to(tl.float32)
-        dk = row_side + column_side + own_write + d_diagonal * q_tile
-        tl.store(dk_out + target, dk.to(dk_out.dtype.element_ty), mask=in_target)
-        dq += d_diagonal * k_tile
+        tl.store(dg_out + target, q_tile * dq + k_tile * row_side, mask=in_target)
+        dq += d_diagonal[:, None] * k_tile
         tl.store(dq_out + target, dq.to(dq_out.dtype.element_ty), mask=in_target)
-    tl.store(dbeta_out + first + row_1d * H, d_beta.to(dbeta_out.dtype.element_ty), mask=row_1d < rows)
+        dk = row_side + d_diagonal[:, None] * q_tile
+        tl.debug_barrier()
+
+        column_side = tl.zeros((64, BK), tl.float32)
+        passed_on = tl.zeros((BK,), tl.float32)
+        for step_v in range(0, steps_v):
+            value = step_v * BV + tl.arange(0, BV)[None, :]
+            state = tl.load(h + tl.trans(channel) * WIDTH_V + value)
+            d_state = tl.load(dh + tl.trans(channel) * WIDTH_V + value)
+            passed_on += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
+            written = load_rows(v_new, row, rows, value, WIDTH_V, H * WIDTH_V, False)
+            column_side = tl.dot(written, tl.trans(d_state), column_side, input_precision=PRECISION)
+        gate_tile = load_rows(gate, row, rows, channel, K, H * K, MASK_K)
+        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, channel, K, H * K, MASK_K)
+        column_side *= tl.exp2(-tl.abs(gate_last - gate_tile))
+        dk += tl.where(row == rows - 1, column_side, 0.0)  # the last row's own write decays by 2^0: it is not dg's
+        column_side = tl.where(row == rows - 1, 0.0, column_side)
+        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        passed_on = passed_on[None, :] * tl.exp2(gate_last) + tl.sum(k_tile * column_side, axis=0)[None, :]
+        for log_level in range(3 if ANCHORED else 0, 6):
+            above, below = pair_factors(gate, row, rows, channel, K, H * K, log_level, half_range, MASK_K, ANCHORED)
+            scores = load_rows(a_qk, row, rows, j, 64, H * 64, False)
+            scores = tl.trans(served_pairs(scores, row, j, log_level, ANCHORED).to(OPERAND))
+            q_above = load_rows(q, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above
+            pairs = matmul(scores, q_above.to(OPERAND), PRECISION)
+            lower = load_rows(a_inv, row, rows, j, 64, H * 64, False)
+            lower = tl.trans(served_pairs(lower, row, j, log_level, ANCHORED).to(OPERAND))
+            k_above = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32) * above * beta_row
+            pairs = tl.dot(lower, k_above.to(OPERAND), pairs, input_precision=PRECISION)
+            column_side += pairs * below
+        tl.store(dk_out + target, (dk + column_side).to(dk_out.dtype.element_ty), mask=in_target)
+        k_tile = load_rows(k, row, rows, channel, K, H * K, MASK_K).to(tl.float32)
+        dg = tl.load(dg_out + target, mask=in_target, other=0.0) - k_tile * column_side
+        dg += tl.where(row == rows - 1, passed_on, 0.0)
+        tl.store(dg_out + target, dg * 0.6931471805599453, mask=in_target)  # ln 2: the gate is a log2
+    rows_1d = tl.arange(0, 64)
+    tl.store(dbeta_out + first + rows_1d * H, d_beta.to(dbeta_out.dtype.element_ty), mask=rows_1d < rows)
 
 
 def input_gradients(
@@ -250,37 +211,25 @@ def input_gradients(
     dv_new: Tensor,
     d_output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launches the stage's two kernels on contiguous tensors: dq, dk, dv, d_cumulative_gate, d_beta in their inputs' types. a_qk,
+    """Launches the stage on contiguous tensors: dq, dk, dv, d_cumulative_gate, d_beta in their inputs' types. a_qk,
     a_inv and dv_new are used up."""
     batch, tokens, heads, key_width = q.shape
     value_width = v.shape[3]
     width_k, width_v = h.shape[2], h.shape[3]
     grads = tuple(torch.empty_like(x) for x in (q, k, v, cumulative_gate, beta))
-    has_output = d_output is not None
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
     full = v_new.dtype == torch.float32
     anchored = takes_anchored_diagonal(v_new.dtype, gate_lower_bound)
     config = configs.chunk_config(width_k, full)
     block = config.inputs_block
-    dq, dk, dv, dg, dbeta = grads
-    d_rows = torch.empty(batch, tokens, heads, 2, dtype=torch.float32, device=q.device)
-    d_output = v if d_output is None else d_output  # a pointer that is not used
-    grid = (chunk_slots(tokens, sequences, packed) * heads,)
-    sizes = (tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block)
-    half_range = anchored_half_range(gate_lower_bound) if anchored else 0.0
-    options = dict(
+    input_gradients_kernel[(chunk_slots(tokens, sequences, packed) * heads,)](
+        q, k, v, cumulative_gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, v if d_output is None else
+        d_output, *grads, tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block,
+        anchored_half_range(gate_lower_bound) if anchored else 0.0, key_width**-0.5,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
-        HAS_OUTPUT=has_output, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
-        PRECISION="tf32x3" if full else "tf32", num_warps=config.inputs_warps, num_stages=1,
-        maxnreg=config.inputs_registers,
-    )  # fmt: skip
-    column_gradients_kernel[grid](
-        q, k, v, cumulative_gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, d_output, dk, dv, dg, d_rows,
-        *sizes, half_range, key_width**-0.5, **options,
-    )  # fmt: skip
-    row_gradients_kernel[grid](
-        q, k, cumulative_gate, beta, cu_seqlens, a_qk, a_inv, h, dv_new, d_output, dq, dk, dg, dbeta, d_rows,
-        *sizes, half_range, key_width**-0.5, **options,
+        HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
+        PRECISION="tf32x3" if full else "tf32",
+        num_warps=config.inputs_warps, num_stages=1,
     )  # fmt: skip
     return grads

@@ -7,8 +7,8 @@ dS, the gradient of the state, from the last chunk to the first; with dS' the on
     dS     = diag(2^G_last) dS' + scale q_decayed^T dO - w^T dv_new
 
 Neither needs the other, so the two are halves of one grid: a single sequence's chain of chunks is walked once, not
-twice. Each program holds an FP32 tile [K, 64]. At K = V = 128 in bf16 the halves read 1,152 + 1,408 bytes for each token
-and head and write 768 each: v_new or dv_new, and a snapshot of the state or its gradient.
+twice. Each program holds an FP32 tile [K, 64]. At K = V = 128 in bf16 the halves read 1,152 + 1,408 bytes for each
+token and head and write 768 each: v_new or dv_new, and a snapshot of the state or its gradient.
 """
 
 import torch
@@ -93,8 +93,8 @@ def reverse_scan_sequence(
 
 @triton.jit
 def backward_scan_kernel(
-    q_decayed, k_decayed, w, u, a_qk, gate, cu_seqlens, initial_state, d_output, d_final_state, d_initial_state, h, v_new,
-    dh, dv_new, T, N, H, K, V, scale,
+    q_decayed, k_decayed, w, u, a_qk, gate, cu_seqlens, initial_state, d_output, d_final_state, d_initial_state, h,
+    v_new, dh, dv_new, T, N, H, K, V, scale,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, HAS_OUTPUT: tl.constexpr,
     WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -102,11 +102,13 @@ def backward_scan_kernel(
     if tl.program_id(0) < half:
         reverse_scan_sequence(
             tl.program_id(0), q_decayed, k_decayed, w, a_qk, gate, cu_seqlens, d_output, d_final_state, d_initial_state,
-            dh, dv_new, T, N, H, K, V, scale, PACKED, FINAL, INITIAL, HAS_OUTPUT, WIDTH_K, WIDTH_V, BV, PRECISION, STAGES,
+            dh, dv_new, T, N, H, K, V, scale, PACKED, FINAL, INITIAL, HAS_OUTPUT, WIDTH_K, WIDTH_V, BV, PRECISION,
+            STAGES,
         )  # fmt: skip
     else:
         scan_sequence(
-            tl.program_id(0) - half, q_decayed, k_decayed, w, u, a_qk, w, gate, cu_seqlens, initial_state, w, w, h, v_new,
+            tl.program_id(0) - half, q_decayed, k_decayed, w, u, a_qk, w, gate, cu_seqlens, initial_state, w, w, h,
+            v_new,
             T, N, H, K, V, scale, PACKED, INITIAL, False, False, True, False, WIDTH_K, WIDTH_V, BV, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -122,8 +124,8 @@ def backward_scan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launches the stage on contiguous tensors.
 
-    Returns h [slots, H, BK, BV], v_new [B, T, H, BV] (in u's place), dh and dv_new of the same shapes, where dh holds the
-    gradient of the state at each chunk's end; and d_initial_state [N, H, K, V] if there is an initial state.
+    Returns h [slots, H, BK, BV], v_new [B, T, H, BV] (in u's place), dh and dv_new of the same shapes, where dh holds
+    the gradient of the state at each chunk's end; and d_initial_state [N, H, K, V] if there is an initial state.
     """
     batch, tokens, heads, key_width = cumulative_gate.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -138,8 +140,8 @@ def backward_scan(
     full = w.dtype == torch.float32
     config = configs.chunk_config(width_k, full)
     backward_scan_kernel[(2 * sequences * heads * (width_v // BLOCK_V),)](
-        prepared.q_decayed, prepared.k_decayed, w, prepared.u, prepared.a_qk, cumulative_gate, cu_seqlens, initial_state,
-        w if d_output is None else d_output, d_final_state, d_initial_state, h, v_new, dh, dv_new,
+        prepared.q_decayed, prepared.k_decayed, w, prepared.u, prepared.a_qk, cumulative_gate, cu_seqlens,
+        initial_state, w if d_output is None else d_output, d_final_state, d_initial_state, h, v_new, dh, dv_new,
         tokens, sequences, heads, key_width, value_width, key_width**-0.5,
         PACKED=packed, INITIAL=initial_state is not None, FINAL=d_final_state is not None,
         HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BV=BLOCK_V,

@@ -25,7 +25,8 @@ from .tiles import (
     chunk_slots,
     invert_unit_lower,
     keep_levels,
-    load_clamped,
+    level_factors,
+    load_rows,
     locate_chunk,
     matmul,
     operand_dtype,
@@ -43,73 +44,70 @@ class Prepared(NamedTuple):
 
 
 @triton.jit
-def add_products(
-    q_scores, k_scores, q, k, above, below, row, column, K, stride, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Adds <q_i above_i, k_j below_j> and <k_i above_i, k_j below_j>; the products are formed in the operands' type."""
-    above = above.to(OPERAND)
-    q_tile = load_clamped(q, row, column, K, stride, MASKED).to(OPERAND)
-    k_tile = load_clamped(k, row, column, K, stride, MASKED).to(OPERAND)
-    k_column = tl.trans(k_tile * below.to(OPERAND))
-    q_scores = tl.dot(q_tile * above, k_column, q_scores, input_precision=PRECISION)
-    k_scores = tl.dot(k_tile * above, k_column, k_scores, input_precision=PRECISION)
-    return q_scores, k_scores
-
-
-@triton.jit
 def add_level(
     q_scores, k_scores, q, k, gate, rows, K, stride, steps, log_level,
     BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Adds one level's pairs to <q_i D_ij, k_j> and <k_i D_ij, k_j>."""
     row = tl.arange(0, 64)[:, None]
-    anchor = tl.minimum((row & -(2 << log_level)) + (1 << log_level), rows - 1)
-    upper = (row & (1 << log_level)) != 0
-    row = tl.minimum(row, rows - 1)
+    level = 1 << log_level
+    anchor = (row & -(2 * level)) + level
     for step in range(0, steps):
         column = step * BK + tl.arange(0, BK)[None, :]
-        gate_tile = load_clamped(gate, row, column, K, stride, MASKED)
-        factor = tl.exp2(-tl.abs(gate_tile - load_clamped(gate, anchor, column, K, stride, MASKED)))
-        q_scores, k_scores = add_products(
-            q_scores, k_scores, q, k, tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor), row, column, K, stride,
-            MASKED, PRECISION, OPERAND,
-        )  # fmt: skip
+        q_tile = load_rows(q, row, rows, column, K, stride, MASKED)
+        k_tile = load_rows(k, row, rows, column, K, stride, MASKED)
+        gate_tile = load_rows(gate, row, rows, column, K, stride, MASKED)
+        gate_anchor = load_rows(gate, anchor, rows, column, K, stride, MASKED)
+        above, below = level_factors(gate_tile, gate_anchor, row, level)
+        q_row = (q_tile.to(tl.float32) * above).to(OPERAND)
+        k_row = (k_tile.to(tl.float32) * above).to(OPERAND)
+        k_column = tl.trans((k_tile.to(tl.float32) * below).to(OPERAND))
+        q_scores = tl.dot(q_row, k_column, q_scores, input_precision=PRECISION)
+        k_scores = tl.dot(k_row, k_column, k_scores, input_precision=PRECISION)
     return keep_levels(q_scores, log_level + 1), keep_levels(k_scores, log_level + 1)
 
 
 @triton.jit
-def add_anchored_blocks(
+def add_anchored_diagonal(
     q_scores, k_scores, q, k, gate, rows, K, stride, half_range, steps,
     BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Levels 1 to 8 at once, under a promised bound: products around each block's first row, shifted by half the block's
-    range so that both factors stay within 2^(+-half_range). The clamp keeps broken promises finite."""
+    """Levels 1 to 8 at once, under a promised bound: products around each block's first row, shifted by
+    half the block's range so that both factors stay within 2^(+-half_range). The clamp keeps broken promises finite."""
     row = tl.arange(0, 64)[:, None]
-    anchor = tl.minimum(row & -16, rows - 1)
-    row = tl.minimum(row, rows - 1)
+    anchor = row // 16 * 16
     for step in range(0, steps):
         column = step * BK + tl.arange(0, BK)[None, :]
-        gate_tile = load_clamped(gate, row, column, K, stride, MASKED)
-        delta = gate_tile - load_clamped(gate, anchor, column, K, stride, MASKED) + half_range
+        q_tile = load_rows(q, row, rows, column, K, stride, MASKED)
+        k_tile = load_rows(k, row, rows, column, K, stride, MASKED)
+        gate_tile = load_rows(gate, row, rows, column, K, stride, MASKED)
+        delta = gate_tile - load_rows(gate, anchor, rows, column, K, stride, MASKED) + half_range
         delta = tl.minimum(tl.maximum(delta, -half_range), half_range)
-        q_scores, k_scores = add_products(
-            q_scores, k_scores, q, k, tl.exp2(delta), tl.exp2(-delta), row, column, K, stride, MASKED, PRECISION, OPERAND
-        )  # fmt: skip
-    return keep_levels(q_scores, 4), keep_levels(k_scores, 4)
+        above = tl.exp2(delta)
+        q_row = (q_tile.to(tl.float32) * above).to(OPERAND)
+        k_row = (k_tile.to(tl.float32) * above).to(OPERAND)
+        k_column = tl.trans((k_tile.to(tl.float32) * tl.exp2(-delta)).to(OPERAND))
+        q_scores = tl.dot(q_row, k_column, q_scores, input_precision=PRECISION)
+        k_scores = tl.dot(k_row, k_column, k_scores, input_precision=PRECISION)
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    q_scores = tl.where((i > j) & (i // 16 == j // 16), q_scores, 0.0)
+    k_scores = tl.where((i > j) & (i // 16 == j // 16), k_scores, 0.0)
+    return q_scores, k_scores
 
 
 @triton.jit
 def prepare_kernel(
     q, k, v, gate, beta, cu_seqlens, q_decayed, k_decayed, w, u, a_qk, a_inv, q_scale,
     T, N, H, K, V, steps, steps_v, half_range,
-    PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, SAVE_INVERSE: tl.constexpr,
+    PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr,
+    SAVE_INVERSE: tl.constexpr,
     Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
-    n, start, rows = locate_chunk(cu_seqlens, slot, T, N, PACKED)
+    _, start, rows = locate_chunk(cu_seqlens, slot, T, N, PACKED)
     if rows <= 0:
         return
     OPERAND: tl.constexpr = w.dtype.element_ty
@@ -124,34 +122,42 @@ def prepare_kernel(
     q_scores = tl.zeros((64, 64), tl.float32)
     k_scores = tl.zeros((64, 64), tl.float32)
     if ANCHORED:
-        q_scores, k_scores = add_anchored_blocks(
-            q_scores, k_scores, q, k, gate, rows, K, stride, half_range, steps, BK, MASK_K, PRECISION, OPERAND
+        q_scores, k_scores = add_anchored_diagonal(
+            q_scores, k_scores, q, k, gate, rows, K, stride, half_range,
+            steps, BK, MASK_K, PRECISION, OPERAND,
         )  # fmt: skip
     for log_level in range(4 if ANCHORED else 0, 6):
         q_scores, k_scores = add_level(
-            q_scores, k_scores, q, k, gate, rows, K, stride, steps, log_level, BK, MASK_K, PRECISION, OPERAND
+            q_scores, k_scores, q, k, gate, rows, K, stride,
+            steps, log_level, BK, MASK_K, PRECISION, OPERAND,
         )  # fmt: skip
 
     # The rows that meet the state, and what the other outputs need of them.
     beta_row = tl.load(beta + first + row * H, mask=in_rows, other=0.0).to(tl.float32)
-    q_scores = q_scores.to(OPERAND)
-    inverse = invert_unit_lower(k_scores * beta_row, FULL).to(OPERAND)
+    dot_qk = tl.zeros((64,), tl.float32)
+    square = tl.zeros((64,), tl.float32)
+    for step in range(0, steps):
+        column = step * BK + tl.arange(0, BK)[None, :]
+        q_tile = load_rows(q, row, rows, column, K, stride, MASK_K).to(tl.float32)
+        k_tile = load_rows(k, row, rows, column, K, stride, MASK_K).to(tl.float32)
+        dot_qk += tl.sum(q_tile * k_tile, axis=1)
+        if Q_NORM:
+            square += tl.sum(q_tile * q_tile, axis=1)
+    q_scores = tl.where(row == tl.arange(0, 64)[None, :], dot_qk[:, None], q_scores)
+    if Q_NORM:
+        tl.store(q_scale + first + tl.arange(0, 64) * H, tl.rsqrt(square + 1e-6), mask=tl.arange(0, 64) < rows)
     where = first * 64 + row * (H * 64) + tl.arange(0, 64)[None, :]
+    tl.store(a_qk + where, q_scores.to(OPERAND), mask=in_rows)
+    inverse = invert_unit_lower(k_scores * beta_row, FULL).to(OPERAND)
     if SAVE_INVERSE:
         tl.store(a_inv + where, inverse, mask=in_rows)
 
-    dot_qk = tl.zeros((64,), tl.float32)
-    square = tl.zeros((64,), tl.float32)
-    clamped = tl.minimum(row, rows - 1)
     for step in range(0, steps):
         column = step * BK + tl.arange(0, BK)[None, :]
-        q_tile = load_clamped(q, clamped, column, K, stride, MASK_K)
-        k_tile = load_clamped(k, clamped, column, K, stride, MASK_K)
-        gate_tile = load_clamped(gate, clamped, column, K, stride, MASK_K)
-        gate_last = load_clamped(gate, rows - 1 + tl.zeros((1, 1), tl.int32), column, K, stride, MASK_K)
-        dot_qk += tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), axis=1)
-        if Q_NORM:
-            square += tl.sum(q_tile.to(tl.float32) * q_tile.to(tl.float32), axis=1)
+        q_tile = load_rows(q, row, rows, column, K, stride, MASK_K)
+        k_tile = load_rows(k, row, rows, column, K, stride, MASK_K)
+        gate_tile = load_rows(gate, row, rows, column, K, stride, MASK_K)
+        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, column, K, stride, MASK_K)
         decay = tl.exp2(gate_tile)
         target = first * WIDTH_K + row * (H * WIDTH_K) + column
         tl.store(q_decayed + target, (q_tile.to(tl.float32) * decay).to(OPERAND), mask=in_rows)
@@ -159,13 +165,9 @@ def prepare_kernel(
         tl.store(k_decayed + target, k_last.to(OPERAND), mask=in_rows)
         w_tile = matmul(inverse, (k_tile.to(tl.float32) * decay * beta_row).to(OPERAND), PRECISION)
         tl.store(w + target, w_tile.to(OPERAND), mask=in_rows)
-    diagonal = row == tl.arange(0, 64)[None, :]
-    tl.store(a_qk + where, tl.where(diagonal, dot_qk[:, None], q_scores.to(tl.float32)).to(OPERAND), mask=in_rows)
-    if Q_NORM:
-        tl.store(q_scale + first + tl.arange(0, 64) * H, tl.rsqrt(square + 1e-6), mask=tl.arange(0, 64) < rows)
     for step in range(0, steps_v):
         column = step * BV + tl.arange(0, BV)[None, :]
-        v_tile = load_clamped(v + first * V, clamped, column, V, H * V, MASK_V)
+        v_tile = load_rows(v + first * V, row, rows, column, V, H * V, MASK_V)
         u_tile = matmul(inverse, (v_tile.to(tl.float32) * beta_row).to(OPERAND), PRECISION)
         tl.store(u + first * WIDTH_V + row * (H * WIDTH_V) + column, u_tile.to(OPERAND), mask=in_rows)
 
@@ -215,14 +217,15 @@ def prepare(
         tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block, half_range,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
         SAVE_INVERSE=save_inverse, Q_NORM=fuse_q_l2norm, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
-        PRECISION="tf32x3" if full else "tf32", FULL=full, num_warps=config.prepare_warps, maxnreg=config.prepare_registers,
+        PRECISION="tf32x3" if full else "tf32", FULL=full, num_warps=config.prepare_warps, num_stages=1,
+        maxnreg=config.prepare_registers,
     )  # fmt: skip
     return out
 
 
 def takes_anchored_diagonal(dtype: torch.dtype, gate_lower_bound: float | None) -> bool:
-    """Whether the promise admits the factored diagonal: a type of FP32's range, and a bound whose half range of 15 steps,
-    54 in log2 at -5, leaves room for rows of any size."""
+    """Whether the promise admits the factored diagonal: a type of FP32's range, and a bound whose half range of 15
+    steps, 54 in log2 at -5, leaves room for rows of any size."""
     return dtype != torch.float16 and gate_lower_bound is not None and gate_lower_bound >= -5.0
 
 

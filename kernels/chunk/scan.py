@@ -6,10 +6,10 @@ sequence's chunks in order:
 
     v_new = u - w S        o = scale (q_decayed S + a_qk v_new)        S <- diag(2^G_last) S + k_decayed^T v_new
 
-The state is rounded to the inputs' type only as an operand of a product. At K = V = 128 in bf16 it reads 1,152 bytes for
-each token and head (per value block 896 + 128; the second block finds the shared rows in the L2 cache) and writes 256;
-neither the states between chunks nor v_new leave the chip. The backward runs the same kernel for those two instead of
-the output.
+The state is rounded to the inputs' type only as an operand of a product. At K = V = 128 in bf16 it reads 1,152 bytes
+for each token and head (per value block 896 + 128; the second block finds the shared rows in the L2 cache) and writes
+256; neither the states between chunks nor v_new leave the chip. The backward runs the same kernel for those two
+instead of the output.
 """
 
 import torch
@@ -26,7 +26,8 @@ BLOCK_V = 64
 
 @triton.jit
 def output_tile(q_decayed, state, a_qk, v_new, scale, PRECISION: tl.constexpr):
-    """scale (q_decayed state + a_qk v_new): a chunk's output, FP32, for operands of one type; ``scale`` may be a column."""
+    """scale (q_decayed state + a_qk v_new): a chunk's output, FP32, for operands of one type; ``scale`` may be a
+    column."""
     out = tl.dot(q_decayed, state, input_precision=PRECISION, out_dtype=tl.float32)
     out = tl.dot(a_qk, v_new, out, input_precision=PRECISION, out_dtype=tl.float32)
     return out * scale
@@ -37,7 +38,8 @@ def scan_sequence(
     program, q_decayed, k_decayed, w, u, a_qk, q_scale, gate, cu_seqlens, initial_state, output, final_state, h, v_new,
     T, N, H, K, V, scale,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SNAPSHOTS: tl.constexpr,
-    Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = WIDTH_V // BV
     block = program % blocks
@@ -68,7 +70,8 @@ def scan_sequence(
     if INITIAL:
         state = tl.load(initial_state + state_offset, mask=in_state, other=0.0)
     length = (end - begin).to(tl.int32)
-    # num_stages on the loop, not on the launch: only then is the load of G_last, which feeds no product, prefetched too.
+    # num_stages on the loop, not on the launch: only then is the load of G_last, which feeds no product, prefetched
+    # too.
     for chunk in tl.range(0, tl.cdiv(length, 64), num_stages=STAGES):
         rows = length - chunk * 64
         rounded = state.to(OPERAND)
@@ -113,8 +116,10 @@ def scan_kernel(
     WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     scan_sequence(
-        tl.program_id(0), q_decayed, k_decayed, w, u, a_qk, q_scale, gate, cu_seqlens, initial_state, output, final_state,
-        w, w, T, N, H, K, V, scale, PACKED, INITIAL, FINAL, True, False, Q_NORM, WIDTH_K, WIDTH_V, BV, PRECISION, STAGES,
+        tl.program_id(0), q_decayed, k_decayed, w, u, a_qk, q_scale, gate, cu_seqlens, initial_state, output,
+        final_state,
+        w, w, T, N, H, K, V, scale, PACKED, INITIAL, FINAL, True, False, Q_NORM, WIDTH_K, WIDTH_V, BV, PRECISION,
+        STAGES,
     )  # fmt: skip
 
 

@@ -1,18 +1,18 @@
 """Tile arithmetic that the stages of chunk_kda share: where a chunk lies, the levels of its pairs, the inverse.
 
-Levels. A pair (i, j), i > j, of a chunk is served by exactly one level s of 32, 16, 8, 4, 2, 1: the highest bit in which
-i and j differ, so that i lies in the upper and j in the lower half of one block of 2s rows. With r the first row of the
-upper half,
+Levels. A pair (i, j), i > j, of a chunk is served by exactly one level s of 32, 16, 8, 4, 2, 1: the highest bit in
+which i and j differ, so that i lies in the upper and j in the lower half of one block of 2s rows. With r the first row
+of the upper half,
 
     2^(G_i - G_j) = 2^(G_i - G_r) 2^(G_r - G_j),        both exponents <= 0 for every legal gate,
 
-so a level is a plain matrix product of rows that were scaled by 2^-|G - G_r|. No factor exceeds 1, nothing can overflow,
-a factor that flushes to zero belongs to a pair that is zero, and the anchor r is at or before every row i it serves, so
-that no token reads a later one.
+so a level is a plain matrix product of rows that were scaled by 2^-|G - G_r|. No factor exceeds 1, nothing can
+overflow, a factor that flushes to zero belongs to a pair that is zero, and the anchor r is at or before every row i it
+serves, so that no token reads a later one.
 
-The products of a level hold more than its own pairs. With the lower halves of the row operand and the upper halves of the
-column operand set to zero, what is superfluous lies at pairs of higher levels or above the diagonal alone, finite, and is
-cut before the next level is added: the levels go upwards from 1 into one accumulator.
+The products of a level hold more than its own pairs. With the lower halves of the row operand and the upper halves of
+the column operand set to zero, what is superfluous lies at pairs of higher levels or above the diagonal alone, finite,
+and is cut before the next level is added: the levels go upwards from 1 into one accumulator.
 """
 
 import torch
@@ -91,20 +91,6 @@ def load_rows(base, row, rows, column, width, stride, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_clamped(base, row, column, width, stride, MASKED: tl.constexpr):
-    """Like load_rows for rows that all exist; zeros past ``width`` if MASKED.
-
-    A chunk of fewer than 64 rows repeats its last one. That is cheaper than zeros, and as good where a row's result is
-    not stored, its column is cut by the triangle, and its beta is zero.
-    """
-    pointer = base + row * stride + column
-    if MASKED:
-        return tl.load(pointer, mask=column < width, other=0.0)
-    else:
-        return tl.load(pointer)
-
-
-@triton.jit
 def matmul(a, b, PRECISION: tl.constexpr):
     """a b with FP32 sums; FP32 operands at PRECISION."""
     return tl.dot(a, b, input_precision=PRECISION, out_dtype=tl.float32)
@@ -124,6 +110,14 @@ def only_level(tile, log_level):
     i = tl.arange(0, 64)[:, None] >> log_level
     j = tl.arange(0, 64)[None, :] >> log_level
     return tl.where((i ^ j) == 1, tile, 0.0)
+
+
+@triton.jit
+def level_factors(gate_tile, gate_anchor, row, level):
+    """2^-|G - G_r| for the rows of the upper halves and for those of the lower halves, zero for the others."""
+    factor = tl.exp2(-tl.abs(gate_tile - gate_anchor))
+    upper = (row & level) != 0
+    return tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""chunk_kda's Triton kernels against FP64: small shapes wherever Triton runs, its interpreter included, the rest on a GPU.
+"""chunk_kda on Triton against FP64: small shapes wherever Triton runs, its interpreter included, the rest on a GPU.
 
 The interpreter gets FP32 and FP16 alone: its bf16 matrix product is wrong.
 """
@@ -262,7 +262,8 @@ def test_widths(key_width, value_width, keys, row):
 def test_constant_gates(nats, row):
     inputs = make(1, 150, 2, 128, 128, row, gate=nats)
     inputs["q"] *= torch.logspace(-3, 3, 150, device=DEVICE)[:, None, None] if row != "fp16" else 1
-    # Through 150 tokens the initial state's gradient falls below FP32's normal numbers: its loss is on the output alone.
+    # Through 150 tokens the initial state's gradient falls below FP32's normal numbers: its loss is on the output
+    # alone.
     grads = (grads_like(inputs)[0], None)
     assert_within_yardstick(inputs, row, grads=grads, gate_lower_bound=nats if -5 <= nats < 0 else None)
 
