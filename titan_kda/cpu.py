@@ -42,6 +42,10 @@ def use_cpu_if_no_accelerator() -> bool:
     if torch.accelerator.is_available():
         return False
 
+    # Decays fade through the denormal numbers, where a CPU's arithmetic is several times slower; a GPU flushes them too.
+    # Before any thread pool is made: threads take the setting from the one that starts them.
+    torch.set_flush_denormal(True)
+
     from torchtitan.components import metrics
     from torchtitan.distributed import parallel_dims
     from torchtitan.distributed import utils as distributed_utils
