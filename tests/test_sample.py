@@ -191,6 +191,7 @@ def test_a_stop_string_ends_the_text_before_it(sample):
         ("abcdef", ["ef", "cd"], "ab"),
         ("abcdef", ["cdx", "d"], "abc"),
         ("ab", ["abc"], "ab"),
+        ("xab", ["b", "ab"], "x"),
         ("añb", ["ñb"], "a"),
         ("añ", ["ñb"], "añ"),
         ("\n\n\n", ["\n\n"], ""),
