@@ -298,7 +298,8 @@ HALF = torch.tensor([0.05, 0.5, 0.15, 0.3]).log()
         (Sampling(temperature=1.0, top_p=0.49), [0, 1, 0, 0]),
         (Sampling(temperature=1.0, top_p=1e-30), [0, 1, 0, 0]),
         (Sampling(temperature=1.0, top_k=3, top_p=0.8), [0, 0.5, 0, 0.3]),  # 0.5 and 0.3 of 0.95
-        (Sampling(temperature=1e-320, top_p=1.0), [0, 1, 0, 0]),
+        (Sampling(temperature=1e-300, top_p=1.0), [0, 1, 0, 0]),
+        (Sampling(temperature=5e-324, top_p=1.0), [0, 1, 0, 0]),
         (Sampling(temperature=1e300, top_p=1.0), [1, 1, 1, 1]),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -105,10 +106,10 @@ def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
     logits = logits.float().cpu()
     if not torch.isfinite(logits).all():
         raise NotFiniteError("the model's logits are not finite")
-    if sampling.temperature == 0:
+    if sampling.temperature < sys.float_info.min:  # 0, or a denormal, which may be flushed to it
         return int(logits.argmax())
     order = torch.sort(logits.double(), descending=True, stable=True)
-    kept = (order.values - order.values[0]) / sampling.temperature  # no temperature is too low
+    kept = (order.values - order.values[0]) / sampling.temperature  # at most 0, so that no temperature is too low
     if sampling.top_k:
         kept = kept[: sampling.top_k]
     probabilities = torch.softmax(kept, 0)
