@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import configs
-from .prepare import anchored_half_range, takes_anchored_diagonal
+from .prepare import anchored_half_range
 from .tiles import chunk_slots, load_rows, locate_chunk, matmul
 
 
@@ -220,14 +220,14 @@ def input_gradients(
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
     full = v_new.dtype == torch.float32
-    anchored = takes_anchored_diagonal(v_new.dtype, gate_lower_bound)
+    half_range = anchored_half_range(v_new.dtype, gate_lower_bound)
     config = configs.chunk_config(width_k, full)
     block = config.inputs_block
     input_gradients_kernel[(chunk_slots(tokens, sequences, packed) * heads,)](
         q, k, v, cumulative_gate, beta, cu_seqlens, a_qk, a_inv, h, v_new, dh, dv_new, v if d_output is None else
         d_output, *grads, tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block,
-        anchored_half_range(gate_lower_bound) if anchored else 0.0, key_width**-0.5,
-        PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
+        half_range or 0.0, key_width**-0.5,
+        PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=half_range is not None,
         HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
         PRECISION="tf32x3" if full else "tf32",
         num_warps=config.inputs_warps, num_stages=1,

@@ -207,15 +207,14 @@ def prepare(
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch
     slots = chunk_slots(tokens, sequences, packed)
-    anchored = takes_anchored_diagonal(dtype, gate_lower_bound)
-    half_range = anchored_half_range(gate_lower_bound) if anchored else 0.0
+    half_range = anchored_half_range(dtype, gate_lower_bound)
     full = dtype == torch.float32
     config = configs.chunk_config(width_k, full)
     block = config.prepare_block
     prepare_kernel[(slots * heads,)](
         q, k, v, cumulative_gate, beta, cu_seqlens, *out,
-        tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block, half_range,
-        PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=anchored,
+        tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block, half_range or 0.0,
+        PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=half_range is not None,
         SAVE_INVERSE=save_inverse, Q_NORM=fuse_q_l2norm, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
         PRECISION="tf32x3" if full else "tf32", FULL=full, num_warps=config.prepare_warps, num_stages=1,
         maxnreg=config.prepare_registers,
@@ -223,12 +222,10 @@ def prepare(
     return out
 
 
-def takes_anchored_diagonal(dtype: torch.dtype, gate_lower_bound: float | None) -> bool:
-    """Whether the promise admits the factored diagonal: a type of FP32's range, and a bound whose half range of 15
-    steps, 54 in log2 at -5, leaves room for rows of any size."""
-    return dtype != torch.float16 and gate_lower_bound is not None and gate_lower_bound >= -5.0
-
-
-def anchored_half_range(gate_lower_bound: float) -> float:
-    """Half of what G can fall by between the first and the last row of a block of 16, in log2."""
+def anchored_half_range(dtype: torch.dtype, gate_lower_bound: float | None) -> float | None:
+    """Half of what G can fall by between the first and the last row of a block of 16, in log2, if the promise admits
+    the factored diagonal: a type of FP32's range, and a bound whose half range, 54 at -5, leaves room for rows of any
+    size."""
+    if dtype == torch.float16 or gate_lower_bound is None or gate_lower_bound < -5.0:
+        return None
     return 0.5 * 15 * -gate_lower_bound * LOG2_E
