@@ -8,6 +8,7 @@ import sys
 
 import jobs
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_kda.checkpoint import latest_step
 
@@ -43,14 +44,14 @@ def run_until(toml, line, number):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run = jobs.run_job(jobs.write_job(folder))
+    run = jobs.run_job(jobs.write_job(folder, {"metrics.enable_tensorboard": True}))
     assert run.returncode == 0, jobs.log_of(run)[-3000:]
     log = jobs.log_of(run)
-    return jobs.losses(log), jobs.validation_losses(log), jobs.samples(folder / "run")
+    return jobs.losses(log), jobs.validation_losses(log), folder / "run", log
 
 
 def test_killed_and_stopped_runs_go_on_exactly(uninterrupted, tmp_path):
-    losses, validation_losses, samples = uninterrupted
+    losses, validation_losses, folder, _ = uninterrupted
     toml = jobs.write_job(tmp_path)
     checkpoints = tmp_path / "run" / "checkpoint"
 
@@ -76,7 +77,7 @@ def test_killed_and_stopped_runs_go_on_exactly(uninterrupted, tmp_path):
     log = jobs.log_of(run)
     assert jobs.losses(log) == {n: losses[n] for n in range(stopped + 1, 21)}
     assert jobs.validation_losses(log) == {20: validation_losses[20]}
-    assert jobs.samples(tmp_path / "run") == samples
+    assert jobs.samples(tmp_path / "run") == jobs.samples(folder)
 
     # A finished run has nothing left to do, and says so by leaving everything as it is.
     run = jobs.run_job(toml)
@@ -102,9 +103,29 @@ def test_the_second_signal_stops_at_once(tmp_path):
 
 
 def test_generation_changes_no_loss(uninterrupted, tmp_path):
-    losses, validation_losses, _ = uninterrupted
+    losses, validation_losses, *_ = uninterrupted
     run = jobs.run_job(jobs.write_job(tmp_path, {"generation.enable": False}))
     assert run.returncode == 0
     assert jobs.losses(jobs.log_of(run)) == losses
     assert jobs.validation_losses(jobs.log_of(run)) == validation_losses
-    assert jobs.samples(tmp_path / "run") == {} or jobs.samples(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+def test_samples_go_to_the_log_to_a_file_and_to_tensorboard(uninterrupted):
+    _, _, folder, log = uninterrupted
+    samples = jobs.samples(folder)
+    assert sorted(samples) == [1, 10, 20]
+    events = {}
+    for path in folder.glob("tb/**/events.out.tfevents.*"):
+        accumulator = EventAccumulator(str(path), size_guidance={"tensors": 0}).Reload()
+        for tag in accumulator.Tags()["tensors"]:
+            for event in accumulator.Tensors(tag):
+                events[tag, event.step] = event.tensor_proto.string_val[0].decode()
+    for step, rows in samples.items():
+        assert [row["prompt"] for row in rows] == ["def ", "import os, s"]
+        for row in rows:
+            assert len(row["tokens"]) <= 12 and row["step"] == step
+            assert f"step {step} sample: {row['prompt']}{row['text'].split(chr(10))[0]}" in log
+            written = events[f"samples/{row['prompt'].strip()}/text_summary", step]
+            text = row["prompt"] + row["text"]
+            assert written == "\n".join("    " + line for line in text.split("\n"))  # Markdown's for "as it stands"

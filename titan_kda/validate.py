@@ -164,7 +164,7 @@ class GeneratingValidator(Validator):
         for writer in writers:
             if isinstance(writer, TensorBoardLogger):
                 for prompt, text in zip(self.job_config.generation.prompts, texts):
-                    indented = "\n".join("    " + line for line in (prompt + text).splitlines())
+                    indented = "\n".join("    " + line for line in (prompt + text).split("\n"))
                     writer.writer.add_text(f"samples/{prompt.strip() or 'empty'}", indented, step)
 
 
