@@ -1,9 +1,10 @@
 """Draws a run's loss curve from its TensorBoard files: training, validation, and the entropies of simple byte models.
 
-    python scripts/plot_loss.py outputs/kda_debug docs/images/kda_debug.png
+python scripts/plot_loss.py outputs/kda_debug docs/images/kda_debug.png
 """
 
 import argparse
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -35,7 +36,7 @@ def byte_entropies(longest: int = 3) -> list[float]:
         counts = Counter(data[i : i + n] for i in range(len(data) - n + 1))
         total = sum(counts.values())
         joint.append(-sum(c / total * math.log(c / total) for c in counts.values()))
-    return [after - before for before, after in zip(joint, joint[1:])]
+    return [after - before for before, after in itertools.pairwise(joint)]
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def use_cpu_if_no_accelerator() -> bool:
     if torch.accelerator.is_available():
         return False
 
-    # Decays fade through the denormal numbers, where a CPU's arithmetic is several times slower; a GPU flushes them too.
+    # Decays fade through the denormal numbers, where a CPU's arithmetic is several times slower; GPUs flush them too.
     # Before any thread pool is made: threads take the setting from the one that starts them.
     torch.set_flush_denormal(True)
 

@@ -94,6 +94,8 @@ class ModelArgs(BaseModelArgs):
                 raise ValueError(f"layer_pattern: no mixer is called {name!r}; there are {', '.join(sorted(MIXERS))}")
         if not -float("inf") < self.lower_bound < 0:
             raise ValueError(f"lower_bound must be negative and finite, got {self.lower_bound}")
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps must be above 0 and below 1, got {self.norm_eps}")
         for name, known in (
             ("gate", ("bounded", "softplus")),
             ("output_gate", ("low_rank", "full")),
