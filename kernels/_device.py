@@ -63,7 +63,8 @@ def load_rows(ptrs, stride, start, first, rows, in_channels, ROWS: tl.constexpr)
     """Rows first to first + ROWS of a span, whose row 0 is at ``ptrs + start * stride``. From row ``rows`` on nothing
     is read, and zeros come back.
 
-    Offsets stay scalars until the last addition: pointers carried by a loop may be laid out unlike the loads.
+    Callers ask for rows one turn of their loop ahead of using them: the loads then run under the arithmetic. Offsets
+    stay scalars until the last addition: pointers carried by a loop may be laid out unlike the loads that use them.
     """
     loaded = ()
     for r in tl.static_range(ROWS):
@@ -84,16 +85,15 @@ def logistic(x_log2):
 class Launch:
     """How a kernel that walks spans is launched.
 
-    rows: rows to a turn of the loop. stages: turns under way at once, each but the current one being copied to shared
-    memory. warps, per_thread: threads to a program, and channels to each of them. span: the most tokens to a program,
-    a power of two.
+    rows: rows loaded ahead of their use. warps, per_thread: threads to a program, and channels to each of them. span:
+    the most tokens to a program. registers: the most to a thread, None for the compiler's own choice.
     """
 
     rows: int
-    stages: int
     warps: int
     per_thread: int
     span: int
+    registers: int | None = None
 
     def over(self, channels: int, taps: int = 1) -> tuple[int, int, int]:
         """Channels to a program, programs along the channels, and warps: fewer where there are few channels. A filter

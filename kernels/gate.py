@@ -124,7 +124,6 @@ def _gate_cumsum_kernel(
     CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr,
     PACKED: tl.constexpr,
@@ -143,8 +142,10 @@ def _gate_cumsum_kernel(
     start = begin + position
     rows = tl.minimum(length - position, SPAN)
     total = tl.zeros([BLOCK], tl.float32)
-    for base in tl.range(0, rows, ROWS, num_stages=STAGES):
-        loaded = load_rows(raw_ptrs, raw_stride_t, start, base, rows, in_channels, ROWS)
+    ahead = load_rows(raw_ptrs, raw_stride_t, start, 0, rows, in_channels, ROWS)
+    for base in range(0, rows, ROWS):
+        loaded = ahead
+        ahead = load_rows(raw_ptrs, raw_stride_t, start, base + ROWS, rows, in_channels, ROWS)
         if CHUNK > ROWS:
             total = tl.where(base % CHUNK == 0, 0.0, total)
         for r in tl.static_range(ROWS):
@@ -182,7 +183,6 @@ def _gate_cumsum_backward_kernel(
     CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr,
     FLOORED: tl.constexpr,
@@ -201,17 +201,23 @@ def _gate_cumsum_backward_kernel(
     A_sum = tl.zeros([BLOCK], tl.float32)
     for slot in range(worker, slots, workers):
         _, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED)
-        rows = tl.minimum(length - position, SPAN)
+        rows = tl.maximum(tl.minimum(length - position, SPAN), 0)
         last_base = (tl.cdiv(rows, ROWS) - 1) * ROWS
         start = begin + position
         grad_ptrs = grad_ptr + batch * grad_stride_b + head * grad_stride_h + channel_in_head * grad_stride_k
         raw_ptrs = raw_gate_ptr + batch * raw_stride_b + head * raw_stride_h + channel_in_head * raw_stride_k
         draw_ptrs = draw_ptr + batch * T * (H * K) + channels
         total = tl.zeros([BLOCK], tl.float32)
-        for done in tl.range(0, rows, ROWS, num_stages=STAGES):
+        before = tl.maximum(last_base, 0)
+        grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, before, rows, in_channels, ROWS)
+        raw_ahead = load_rows(raw_ptrs, raw_stride_t, start, before, rows, in_channels, ROWS)
+        for done in range(0, rows, ROWS):
             base = last_base - done
-            grads = load_rows(grad_ptrs, grad_stride_t, start, base, rows, in_channels, ROWS)
-            raws = load_rows(raw_ptrs, raw_stride_t, start, base, rows, in_channels, ROWS)
+            grads = grad_ahead
+            raws = raw_ahead
+            before = tl.where(base > 0, base - ROWS, rows)  # none before the first
+            grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, before, rows, in_channels, ROWS)
+            raw_ahead = load_rows(raw_ptrs, raw_stride_t, start, before, rows, in_channels, ROWS)
             if CHUNK > ROWS:
                 total = tl.where((base + ROWS) % CHUNK == 0, 0.0, total)
             for i in tl.static_range(ROWS):
@@ -262,9 +268,10 @@ def _gate_parameter_grads_kernel(
 
 # ---- launchers ----
 
-# Four channels a thread: 16-byte accesses of FP32, 8-byte ones of 16-bit logits. Spans hold whole chunks.
-_FORWARD = Launch(rows=8, stages=3, warps=4, per_thread=4, span=64)
-_BACKWARD = Launch(rows=4, stages=3, warps=4, per_thread=4, span=128)
+# Four channels a thread: 16-byte accesses of FP32, 8-byte ones of 16-bit logits. Spans hold whole chunks. What counts
+# most is how the programs fill the GPU: at T 8192, H 32, K 128 they are all resident at once, or in two full turns.
+_FORWARD = Launch(rows=16, warps=2, per_thread=4, span=64)
+_BACKWARD = Launch(rows=4, warps=2, per_thread=4, span=128, registers=96)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
 
@@ -279,7 +286,7 @@ def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlen
     if tokens == 1 and chunk_size == 1 and not packed:  # a decode step: the batch is as good as a sequence
         tokens, sequences, strides = batch, 1, (0, strides[0], *strides[2:])
     block, blocks, warps = launch.over(heads * key_width)
-    span = launch.span_over(sequences * tokens, blocks, max(chunk_size, launch.rows))
+    span = launch.span_over(sequences * tokens, blocks, max(chunk_size, 16))
     slots = span_slots(tokens, sequences, span, packed)
     with on_device(raw_gate):
         _gate_cumsum_kernel[(slots * blocks,)](
@@ -297,11 +304,11 @@ def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlen
             CHUNK=chunk_size,
             SPAN=span,
             ROWS=launch.rows,
-            STAGES=launch.stages,
             BLOCK=block,
             BOUNDED=lower_bound is not None,
             PACKED=packed,
             num_warps=warps,
+            maxnreg=launch.registers,
         )
     return output
 
@@ -342,12 +349,12 @@ def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu
             CHUNK=chunk_size,
             SPAN=span,
             ROWS=launch.rows,
-            STAGES=launch.stages,
             BLOCK=block,
             BOUNDED=lower_bound is not None,
             FLOORED=lower_bound is not None and lower_bound * LOG2_E <= MIN_LOG2_DECAY,
             PACKED=packed,
             num_warps=warps,
+            maxnreg=launch.registers,
         )
         _gate_parameter_grads_kernel[(heads,)](
             sums,

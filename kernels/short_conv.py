@@ -49,12 +49,14 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr):
-    """The weight as W blocks of channels in FP32. Not as one tile [BLOCK, W]: that has another layout, which the
-    compiler would then give to the rows as well."""
+def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr):
+    """The weight as W blocks of channels in FP32; read as one tile, since a channel's taps lie side by side."""
+    columns = tl.arange(0, W_PAD)
+    ptrs = weight_ptr + channels[:, None] * W + columns[None, :]
+    tile = tl.load(ptrs, mask=in_channels[:, None] & (columns < W)[None, :], other=0.0).to(tl.float32)
     taps = ()
     for w in tl.static_range(W):
-        taps = taps + (tl.load(weight_ptr + channels * W + w, mask=in_channels, other=0.0).to(tl.float32),)
+        taps = taps + (tl.sum(tl.where(columns[None, :] == w, tile, 0.0), axis=1),)
     return taps
 
 
@@ -115,9 +117,9 @@ def _causal_conv1d_kernel(
     N,
     C,
     W: tl.constexpr,
+    W_PAD: tl.constexpr,
     SPAN: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
@@ -140,13 +142,15 @@ def _causal_conv1d_kernel(
         p = position - (W - 1) + w
         row = _row(sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
         window = window + (row.to(tl.float32),)
-    taps = _load_taps(weight_ptr, channels, in_channels, W)
+    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
 
     rows = tl.minimum(length - position, SPAN)
     start = position.to(tl.int64)
     output_ptrs = output_ptr + (batch * T + begin) * C + channels
-    for base in tl.range(0, rows, ROWS, num_stages=STAGES):
-        loaded = load_rows(sequence_ptrs, x_stride_t, start, base, rows, in_channels, ROWS)
+    ahead = load_rows(sequence_ptrs, x_stride_t, start, 0, rows, in_channels, ROWS)
+    for base in range(0, rows, ROWS):
+        loaded = ahead
+        ahead = load_rows(sequence_ptrs, x_stride_t, start, base + ROWS, rows, in_channels, ROWS)
         run = window
         for r in tl.static_range(ROWS):
             run = run + (loaded[r].to(tl.float32),)
@@ -230,9 +234,9 @@ def _causal_conv1d_backward_kernel(
     slots,
     workers,
     W: tl.constexpr,
+    W_PAD: tl.constexpr,
     SPAN: tl.constexpr,
     ROWS: tl.constexpr,  # divides SPAN
-    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
@@ -245,7 +249,7 @@ def _causal_conv1d_backward_kernel(
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_channels = channels < C
     wide_channels = channels.to(tl.int64)
-    taps = _load_taps(weight_ptr, channels, in_channels, W)
+    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
@@ -273,10 +277,14 @@ def _causal_conv1d_backward_kernel(
             pulls = pulls + (tl.zeros([BLOCK], tl.float32),)
 
         start = position.to(tl.int64)
-        for base in tl.range(0, rows, ROWS, num_stages=STAGES):
+        x_ahead = load_rows(x_ptrs, x_stride_t, start, 0, rows, in_channels, ROWS)
+        grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, 0, rows, in_channels, ROWS)
+        for base in range(0, rows, ROWS):
             # Only a sequence's last span has rows below ROWS left, and what is past them is past the sequence.
-            xs = load_rows(x_ptrs, x_stride_t, start, base, rows, in_channels, ROWS)
-            grads = load_rows(grad_ptrs, grad_stride_t, start, base, rows, in_channels, ROWS)
+            xs = x_ahead
+            grads = grad_ahead
+            x_ahead = load_rows(x_ptrs, x_stride_t, start, base + ROWS, rows, in_channels, ROWS)
+            grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, base + ROWS, rows, in_channels, ROWS)
             run = window
             pull_run = pulls
             for r in tl.static_range(ROWS):
@@ -379,6 +387,7 @@ def _causal_conv1d_step_kernel(
     slots,
     C,
     W: tl.constexpr,
+    W_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INDICES: tl.constexpr,
@@ -400,7 +409,7 @@ def _causal_conv1d_step_kernel(
     for w in tl.static_range(W - 1):
         run = run + (tl.load(state_ptrs + w * state_stride_w, mask=live, other=0.0),)
     run = run + (tl.load(x_ptr + sequence * x_stride_n + wide_channels * x_stride_c, mask=live, other=0.0),)
-    taps = _load_taps(weight_ptr, channels, in_channels, W)
+    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
     y = taps[0] * run[0].to(tl.float32)
     for w in tl.static_range(1, W):
         y = tl.fma(taps[w], run[w].to(tl.float32), y)
@@ -415,9 +424,9 @@ def _causal_conv1d_step_kernel(
 # ---- launchers ----
 
 # Four channels a thread: 8-byte accesses in bf16. Spans are the longest; smaller work takes shorter ones.
-_FORWARD = Launch(rows=8, stages=3, warps=4, per_thread=4, span=64)
-_BACKWARD = Launch(rows=4, stages=3, warps=4, per_thread=4, span=128)
-_STEP = Launch(rows=1, stages=1, warps=4, per_thread=4, span=1)
+_FORWARD = Launch(rows=4, warps=4, per_thread=4, span=64, registers=64)
+_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128)
+_STEP = Launch(rows=1, warps=4, per_thread=4, span=1)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
 
@@ -454,15 +463,16 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             sequences,
             channels,
             W=width,
+            W_PAD=triton.next_power_of_2(width),
             SPAN=span,
             ROWS=launch.rows,
-            STAGES=launch.stages,
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
             num_warps=warps,
+            maxnreg=launch.registers,
         )
     return output, final_state
 
@@ -507,15 +517,16 @@ def _backward_triton(
             slots,
             workers,
             W=width,
+            W_PAD=triton.next_power_of_2(width),
             SPAN=span,
             ROWS=launch.rows,
-            STAGES=launch.stages,
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
             num_warps=warps,
+            maxnreg=launch.registers,
         )
         columns = width * channels
         _weight_grad_kernel[(triton.cdiv(columns, 128),)](
@@ -544,10 +555,12 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
             state.shape[0],
             channels,
             W=width,
+            W_PAD=triton.next_power_of_2(width),
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INDICES=state_indices is not None,
             num_warps=warps,
+            maxnreg=launch.registers,
         )
     return output
 

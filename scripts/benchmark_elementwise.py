@@ -82,15 +82,15 @@ def gate_rows(bench: Bench) -> None:
             tuned = [
                 Contender(text, forward(bound, launch=launch))
                 for text, launch in [
-                    *variants(gate._FORWARD, rows=(8,), stages=(2, 3), warps=(1, 2, 4)),
-                    *variants(gate._FORWARD, rows=(16,), stages=(2,), warps=(2, 4)),
+                    *variants(gate._FORWARD, rows=(4, 8, 16), warps=(2, 4)),
+                    *variants(gate._FORWARD, rows=(8,), warps=(4,), registers=(64,)),
                 ]
             ]
             tuned_back = [
                 Contender(text, backward(bound, launch=launch))
                 for text, launch in [
-                    *variants(gate._BACKWARD, rows=(4,), stages=(2, 3), warps=(2, 4)),
-                    *variants(gate._BACKWARD, rows=(8,), stages=(2,), span=(64, 128)),
+                    *variants(gate._BACKWARD, warps=(2, 4), registers=(None, 96)),
+                    *variants(gate._BACKWARD, rows=(2, 4), span=(64,), registers=(None,)),
                 ]
             ]
         ours = Contender(f"titan_kda.{name}_gate_cumsum", forward(bound))
@@ -135,15 +135,15 @@ def conv_rows(bench: Bench) -> None:
         tuned = [
             Contender(text, forward(launch=launch))
             for text, launch in [
-                *variants(short_conv._FORWARD, rows=(8,), stages=(2, 3), span=(32, 64)),
-                *variants(short_conv._FORWARD, rows=(4,), stages=(3,), span=(64,)),
+                *variants(short_conv._FORWARD, span=(32, 64, 128)),
+                *variants(short_conv._FORWARD, rows=(8,), registers=(None, 80)),
                 *variants(short_conv._FORWARD, warps=(1, 2)),
             ]
         ]
         back = [
-            *variants(short_conv._BACKWARD, rows=(4,), stages=(2, 3), warps=(1, 2, 4)),
-            *variants(short_conv._BACKWARD, rows=(8,), stages=(2,)),
-            *variants(short_conv._BACKWARD, rows=(4,), stages=(2,), span=(64,)),
+            *variants(short_conv._BACKWARD, rows=(2, 4), span=(64, 128)),
+            *variants(short_conv._BACKWARD, warps=(1, 2, 8)),
+            *variants(short_conv._BACKWARD, registers=(112,)),
         ]
         tuned_back = [Contender(text, backward(launch=launch)) for text, launch in back]
         tuned_packed = [Contender(text, backward(offsets(MIXED), launch=launch)) for text, launch in back]
