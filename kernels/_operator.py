@@ -28,7 +28,7 @@ MAX_KEY_WIDTH = 256
 CHUNK_SIZE = 64
 
 
-REFERENCE_ONLY = frozenset({"chunk_output", "chunk_fwd_o_vk"})
+REFERENCE_ONLY: frozenset[str] = frozenset()
 """Public functions whose Triton path is not written yet; impl=None means the reference for them on every device."""
 
 

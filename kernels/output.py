@@ -8,13 +8,20 @@ one per key channel (gk). Source: Kimi Linear, arXiv 2510.26692. No chunk waits 
 With a scalar gate the intra-chunk weights are q k^T times the pair gate 2^(g_i - g_j), formed under the causal mask,
 where it is at most 1. In 2^(g_i - g_last) 2^(g_last - g_j) the second factor would overflow once a chunk decays
 by more than 88 nats.
+
+The Triton kernel has one program per (chunk, head, block of values); its tile is chunk_kda's own (output_tile in
+chunk/scan.py). At K = V = 128 in bf16 the gk form reads 1,920 bytes for each token and head (the state is 512 of them)
+and writes 256. In a pack, a one-program kernel first sums the sequences' chunks, so that no offset goes to the host.
 """
 
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ._device import on_device
 from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
@@ -30,10 +37,167 @@ from ._operator import (
     runs_eagerly,
     wants_grad,
 )
+from .chunk.scan import output_tile
+from .chunk.tiles import block_width, operand_dtype
 from .reference import naive_chunk_output
 
 CHUNK_SIZES = (16, 32, 64, 128)
 VALUE_BLOCKS = (32, 64, 128)
+
+# ---- the Triton path ----
+
+
+@triton.jit
+def _chunk_starts_kernel(cu_seqlens, chunk_starts, N, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """chunk_starts[n]: how many chunks lie before sequence n, for n from 0 to N."""
+    total = 0
+    tl.store(chunk_starts, 0)
+    for first in range(0, N, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        begin = tl.load(cu_seqlens + n, mask=n < N, other=0)
+        end = tl.load(cu_seqlens + n + 1, mask=n < N, other=0)
+        tl.device_assert((begin >= 0) & (begin <= end), "cu_seqlens must rise from 0")
+        counts = (tl.maximum(end - begin, 0) + CHUNK - 1) // CHUNK
+        tl.store(chunk_starts + n + 1, total + tl.cumsum(counts, 0), mask=n < N)
+        total += tl.sum(counts, 0)
+
+
+@triton.jit
+def _locate(cu_seqlens, chunk_starts, chunk, T, N, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """Batch entry, first token and number of tokens of a chunk; none for a state that no sequence owns."""
+    if PACKED:
+        n = 0
+        last = N - 1
+        while n < last:  # ends at the last n with chunk_starts[n] <= chunk
+            middle = (n + last + 1) // 2
+            below = tl.load(chunk_starts + middle) <= chunk
+            n = tl.where(below, middle, n)
+            last = tl.where(below, last, middle - 1)
+        start = tl.load(cu_seqlens + n) + (chunk - tl.load(chunk_starts + n)) * CHUNK
+        end = tl.minimum(tl.load(cu_seqlens + n + 1), T)
+        batch = 0
+    else:
+        chunks = tl.cdiv(T, CHUNK)
+        batch = chunk // chunks
+        start = (chunk % chunks) * CHUNK
+        end = T
+    return batch, start, tl.where(start < 0, 0, tl.minimum(end - start, CHUNK))
+
+
+@triton.jit
+def _chunk_output_kernel(
+    q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
+    T, N, H, HG, K, V, scale, to_log2,
+    v_batch, v_token, v_head, g_batch, g_token, g_head, h_key, h_value, o_batch, o_token, o_head, o_value,
+    PACKED: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_G: tl.constexpr, HAS_GK: tl.constexpr, Q_NORM: tl.constexpr,
+    OPERAND: tl.constexpr, CHUNK: tl.constexpr, WIDTH_K: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BV)
+    block = tl.program_id(0) % blocks
+    head = (tl.program_id(0) // blocks) % H
+    chunk = tl.program_id(0) // (blocks * H)
+    batch, start, rows = _locate(cu_seqlens, chunk_starts, chunk, T, N, CHUNK, PACKED)
+    if rows <= 0:
+        return
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
+    channel = tl.arange(0, WIDTH_K)[None, :]
+    value = block * BV + tl.arange(0, BV)[None, :]
+    in_keys = (row < rows) & (channel < K)
+    in_values = (row < rows) & (value < V)
+    token = batch.to(tl.int64) * T + start  # of a [B T, H] table, as wide as it gets
+    query = (token * HG + head // (H // HG)) * K
+    q_tile = tl.load(q + query + row * (HG * K) + channel, mask=in_keys, other=0.0).to(tl.float32)
+    row_scale = scale
+    if Q_NORM:
+        row_scale = scale * tl.rsqrt(tl.sum(q_tile * q_tile, axis=1) + 1e-6)[:, None]
+
+    # The weights of the chunk's tokens, then q's decay: k meets q as it was given.
+    causal = (row >= column) & (row < rows)
+    if HAS_G:
+        gate = g + batch.to(tl.int64) * g_batch + start.to(tl.int64) * g_token + head.to(tl.int64) * g_head
+        gate_row = tl.load(gate + row * g_token, mask=row < rows, other=0.0) * to_log2
+        gate_column = tl.load(gate + column * g_token, mask=column < rows, other=0.0) * to_log2
+    if HAS_SCORES:
+        scores = a_qk + (token * H + head) * CHUNK + row * (H * CHUNK) + column
+        scores = tl.load(scores, mask=row < rows, other=0.0).to(tl.float32)
+    else:
+        k_tile = tl.load(k + query + row * (HG * K) + channel, mask=in_keys, other=0.0)
+        scores = tl.dot(
+            q_tile.to(OPERAND), tl.trans(k_tile.to(OPERAND)), input_precision=PRECISION, out_dtype=tl.float32
+        )  # fmt: skip
+        if HAS_G:
+            scores *= tl.exp2(tl.where(causal, gate_row - gate_column, 0.0))
+    scores = tl.where(causal, scores, 0.0)
+    if HAS_G:
+        q_tile *= tl.exp2(gate_row)
+    if HAS_GK:
+        decay = tl.load(gk + (token * H + head) * K + row * (H * K) + channel, mask=in_keys, other=0.0)
+        q_tile *= tl.exp2(decay * to_log2)
+
+    state = h + (chunk.to(tl.int64) * H + head) * K * V + tl.trans(channel) * h_key + value * h_value
+    state = tl.load(state, mask=(tl.trans(channel) < K) & (value < V), other=0.0)
+    v += batch.to(tl.int64) * v_batch + start.to(tl.int64) * v_token + head.to(tl.int64) * v_head
+    v_tile = tl.load(v + row * v_token + value, mask=in_values, other=0.0)
+    out = output_tile(
+        q_tile.to(OPERAND), state.to(OPERAND), scores.to(OPERAND), v_tile.to(OPERAND), row_scale, PRECISION
+    )  # fmt: skip
+    o += batch.to(tl.int64) * o_batch + start.to(tl.int64) * o_token + head.to(tl.int64) * o_head
+    tl.store(o + row * o_token + value * o_value, out.to(o.dtype.element_ty), mask=in_values)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    h: Tensor,
+    a_qk: Tensor | None,
+    g: Tensor | None,
+    gk: Tensor | None,
+    o: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    l2norm_q: bool,
+    block_v: int | None,
+    *,
+    head_major: bool,
+    log2: bool,
+) -> None:
+    """Fills ``o`` [B, T, H, V], of any strides; ``head_major`` says how v, g and h lie (chunk_fwd_o_vk)."""
+    batch, tokens, _, value_width = o.shape
+    heads, key_width = o.shape[2], q.shape[3]
+    chunks = h.shape[0] if cu_seqlens is not None else batch * h.shape[1]
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if o.numel() == 0 or chunks == 0 or (cu_seqlens is not None and sequences == 0):
+        return
+    q, v, h = q.contiguous(), v.contiguous(), h.contiguous()
+    k, a_qk, g, gk = (None if x is None else x.contiguous() for x in (k, a_qk, g, gk))
+    operands = [x for x in (q, v, a_qk, k if a_qk is None else None) if x is not None]
+    dtype = operand_dtype(*operands)
+    if head_major:
+        v_strides, g_strides = (v.stride(0), v.stride(2), v.stride(1)), (heads * tokens, 1, tokens)
+        h_strides = (1, key_width)
+    else:
+        v_strides, g_strides = v.stride()[:3], (heads * tokens, heads, 1)
+        h_strides = (value_width, 1)
+    block_v = min(128, block_width(value_width)) if block_v is None else block_v
+    with on_device(q):
+        chunk_starts = None
+        if cu_seqlens is not None:
+            chunk_starts = torch.empty(sequences + 1, dtype=torch.int32, device=q.device)
+            _chunk_starts_kernel[(1,)](cu_seqlens, chunk_starts, sequences, CHUNK=chunk_size, BLOCK=1024)
+        _chunk_output_kernel[(chunks * heads * triton.cdiv(value_width, block_v),)](
+            q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
+            tokens, sequences, heads, q.shape[2], key_width, value_width, scale, 1.0 if log2 else LOG2_E,
+            *v_strides, *g_strides, *h_strides, *o.stride(),
+            PACKED=cu_seqlens is not None, HAS_SCORES=a_qk is not None, HAS_G=g is not None, HAS_GK=gk is not None,
+            Q_NORM=l2norm_q, OPERAND=_TRITON_TYPES[dtype], CHUNK=chunk_size, WIDTH_K=block_width(key_width),
+            BV=block_v, PRECISION="tf32x3" if dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # ---- the reference path ----
 
@@ -87,6 +251,13 @@ def _chunk_output(
     block_v: int | None,
     impl: str,
 ) -> Tensor:
+    if impl == "triton":
+        output = torch.empty_like(v_new, dtype=q.dtype, memory_format=torch.contiguous_format)
+        _launch(
+            q, k, v_new, h, a_qk, g, gk, output, scale, cu_seqlens, chunk_size, l2norm_q, block_v,
+            head_major=False, log2=True,
+        )  # fmt: skip
+        return output
     return _reference(q, v_new, h, a_qk, k, g, gk, scale, cu_seqlens, chunk_size, l2norm_q, q.dtype)
 
 
@@ -118,6 +289,10 @@ def _chunk_fwd_o_vk(
     block_v: int | None,
     impl: str,
 ) -> None:
+    if impl == "triton":
+        return _launch(
+            q, k, v, h, a_qk, g, gk, o, scale, cu_seqlens, chunk_size, False, block_v, head_major=True, log2=use_exp2
+        )  # fmt: skip
     g = None if g is None else g.transpose(1, 2)
     if not use_exp2:
         g = None if g is None else LOG2_E * g
@@ -237,7 +412,8 @@ def chunk_output(
         chunk_size: 16, 32, 64 or 128.
         l2norm_q: scale each row by 1 / sqrt(sum(q^2) + 1e-6), as if q had been L2-normalised.
         block_v: the Triton kernel's block of values, 32, 64 or 128; None for the tuned one.
-        impl: None, "triton" or "reference"; None picks Triton for CUDA tensors, once that path is written.
+        impl: None, "triton" or "reference"; None is the reference, until the kernel has been timed
+            on a GPU.
 
     Returns:
         o [B, T, H, V] in q's type.
@@ -248,7 +424,6 @@ def chunk_output(
         TypeError: a wrong dtype.
         RuntimeError: grad mode is on and an input requires grad, unless impl="reference" in eager mode, which
             differentiates.
-        NotImplementedError: impl="triton", until that path is written.
     """
     op = "chunk_output"
     forms = {
@@ -261,13 +436,13 @@ def chunk_output(
     }
     _check(op, forms, q, v_new, h, {"k": k, "g": g, "gk": gk, "a_qk": a_qk}, cu_seqlens, chunk_size, block_v)
     scale = _scale(op, scale, q.shape[3])
-    eager_reference = resolve_impl(op, impl, q) == "reference" and runs_eagerly()
+    chosen = resolve_impl(op, "reference" if impl is None else impl, q)
+    eager_reference = chosen == "reference" and runs_eagerly()
     if wants_grad(q, v_new, h, a_qk, k, g, gk) and not (impl == "reference" and eager_reference):
         raise RuntimeError(f"{op} has no backward: chunk_kda trains, or impl='reference' in eager mode differentiates")
     if eager_reference:
         return _reference(q, v_new, h, a_qk, k, g, gk, scale, cu_seqlens, chunk_size, l2norm_q, q.dtype)
-    impl = resolve_impl(op, impl, q)
-    return _CHUNK_OUTPUT_OP(q, v_new, h, a_qk, k, g, gk, scale, cu_seqlens, chunk_size, l2norm_q, block_v, impl)
+    return _CHUNK_OUTPUT_OP(q, v_new, h, a_qk, k, g, gk, scale, cu_seqlens, chunk_size, l2norm_q, block_v, chosen)
 
 
 def chunk_fwd_o_vk(
@@ -312,7 +487,7 @@ def chunk_fwd_o_vk(
 
     Raises:
         ValueError, TypeError: as ``chunk_output``.
-        NotImplementedError: num_decodes or num_decode_tokens other than 0; impl="triton", until that path is written.
+        NotImplementedError: num_decodes or num_decode_tokens other than 0.
         RuntimeError: grad mode is on and an input or o requires grad.
     """
     op = "chunk_fwd_o_vk"
@@ -333,6 +508,6 @@ def chunk_fwd_o_vk(
     scale = _scale(op, scale, q.shape[3])
     if wants_grad(q, v, h, *optional.values()):
         raise RuntimeError(f"{op} has no backward: chunk_kda trains, and chunk_output(impl='reference') differentiates")
-    impl = resolve_impl(op, impl, q)
+    impl = resolve_impl(op, "reference" if impl is None else impl, q)
     _CHUNK_FWD_O_VK_OP(q, k, v, o, h, g, gk, a_qk, scale, cu_seqlens, chunk_size, use_exp2, block_v, impl)
     return o
