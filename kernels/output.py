@@ -181,7 +181,7 @@ def _launch(
     else:
         v_strides, g_strides = v.stride()[:3], (heads * tokens, heads, 1)
         h_strides = (value_width, 1)
-    block_v = min(128, block_width(value_width)) if block_v is None else block_v
+    block_v = 64 if block_v is None else block_v
     with on_device(q):
         chunk_starts = None
         if cu_seqlens is not None:
