@@ -118,10 +118,9 @@ def test_packed_with_a_tail_of_nan(impl, gate, pack):
     check_against_fp64(gate, inputs, "fp32", live, grad, chunk_size=16, cu_seqlens=offsets(lengths), impl=impl)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 8, 64])
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate, chunk_size", [("bounded", 8), ("softplus", 64), ("bounded", 1)])
 def test_a_sequence_in_a_pack_has_the_bits_it_has_alone(gate, chunk_size):
-    lengths = [3, 70, 0, 21]
+    lengths = [3, 40, 0, 21]
     inputs = gate_inputs(1, sum(lengths), 1, 16)
     grad = gradient_like(inputs[0])
     settings = dict(chunk_size=chunk_size, impl="triton")
