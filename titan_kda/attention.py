@@ -302,7 +302,8 @@ class KimiDeltaAttention(nn.Module):
         """Fills every parameter; ``output_std`` is the depth-scaled deviation of the output projection."""
         for child, module in self.named_children():
             if isinstance(module, nn.Linear):
-                init.trunc_normal(module.weight, f"{name}.{child}.weight", output_std if child == "o_proj" else 0.02)
+                std = output_std if child == "o_proj" else self.q_proj.in_features**-0.5
+                init.trunc_normal(module.weight, f"{name}.{child}.weight", std)
             elif isinstance(module, (ShortConvolution, ForgetGate)):
                 module.init_weights(init, f"{name}.{child}")
         self.o_norm.reset_parameters()

@@ -180,8 +180,9 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, width, bias=False)
 
     def init_weights(self, init: Initializer, name: str, output_std: float) -> None:
-        init.trunc_normal(self.w1.weight, f"{name}.w1.weight", 0.02)
-        init.trunc_normal(self.w3.weight, f"{name}.w3.weight", 0.02)
+        std = self.w1.in_features**-0.5
+        init.trunc_normal(self.w1.weight, f"{name}.w1.weight", std)
+        init.trunc_normal(self.w3.weight, f"{name}.w3.weight", std)
         init.trunc_normal(self.w2.weight, f"{name}.w2.weight", output_std)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,7 +198,8 @@ class Block(nn.Module):
         self.mixer = MIXERS[args.mixer_of(layer)](args)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = SwiGLU(args.dim, args.ffn_width)
-        self.output_std = 0.02 / (2 * args.n_layers) ** 0.5  # the stream sums 2 n_layers outputs
+        # Projections start at 1 / sqrt(dim), 0.022 at a width of 2,048; the stream sums 2 n_layers outputs.
+        self.output_std = args.dim**-0.5 / (2 * args.n_layers) ** 0.5
 
     def init_weights(self, init: Initializer, name: str) -> None:
         self.mixer_norm.reset_parameters()
@@ -361,7 +363,7 @@ def document_offsets(tokens: Tensor, eos_id: int) -> Tensor:
 # K = V = 128 for the flavors that train on GPUs; their sizes count the embedding at 32,000 tokens.
 FLAVORS: dict[str, ModelArgs] = {
     "debugmodel": ModelArgs(
-        vocab_size=264, dim=256, n_layers=2, n_heads=8, key_width=32, value_width=32, ffn_width=640
+        vocab_size=264, dim=256, n_layers=2, n_heads=4, key_width=32, value_width=32, ffn_width=512
     ),
     "340M": ModelArgs(
         vocab_size=32000, dim=1024, n_layers=24, n_heads=8, key_width=128, value_width=128, ffn_width=2816
