@@ -170,7 +170,7 @@ def _saves_alone(dcp_save: Callable[..., Any]) -> Callable[..., Any]:
     counts more threads than cores and puts them to sleep between operators instead of letting them spin: a quarter of
     the speed on two cores.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
     from torchtitan.components.checkpoint import AsyncMode
     from torchtitan.tools.utils import GarbageCollection
 
@@ -183,7 +183,7 @@ def _saves_alone(dcp_save: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if to_hf or async_mode != AsyncMode.DISABLED:
             return dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        dcp.save(state_dict, checkpoint_id=checkpoint_id, no_dist=True)
+        save_checkpoint(state_dict, checkpoint_id=checkpoint_id, no_dist=True)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return None
