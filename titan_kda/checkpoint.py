@@ -19,7 +19,7 @@ import pickle
 import re
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -229,20 +229,46 @@ def read_weights(
         CheckpointMismatchError: names or shapes differ from ``expected``.
         UnfinishedCheckpointError, InvalidCheckpointError: the files are damaged, or hold something else than tensors.
     """
+    reader = open_weights(checkpoint, expected)
+    weights = {name: reader.read(name) for name in expected}
+    if dtype is None:
+        return weights
+    return {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """A checkpoint's tensors one at a time, for models that do not fit into memory; from ``open_weights``.
+
+    Args:
+        dtypes: of the tensors as stored, by name.
+        read: a name to the whole tensor, on the CPU; raises as ``read_weights`` does.
+    """
+
+    dtypes: dict[str, torch.dtype]
+    read: Callable[[str], Tensor]
+
+
+def open_weights(checkpoint: Checkpoint, expected: Mapping[str, Sequence[int]]) -> WeightReader:
+    """What ``read_weights`` reads, tensor by tensor; names and shapes are compared here, with the same errors."""
     if checkpoint.kind == "dcp":
         index = _read_dcp_index(checkpoint.path)
         _check_dcp_files(checkpoint.path, index)
         keys = [key for key in index.keys if key in expected or key.split(".", 1)[0] not in TRAINER_STATES]
         _check_names(checkpoint, {key: index.shape(key) for key in keys}, expected)
-        weights = {name: _read_dcp_tensor(checkpoint.path, name, index.tensors[name]) for name in expected}
-    else:
-        files = [checkpoint.path] if checkpoint.path.is_file() else _safetensors_files(checkpoint.path)
-        where, shapes = _open_safetensors(files)
-        _check_names(checkpoint, shapes, expected)
-        weights = dict(_read_safetensors(where, expected))
-    if dtype is None:
-        return weights
-    return {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+        return WeightReader(
+            {name: index.tensors[name].dtype for name in expected},
+            lambda name: _read_dcp_tensor(checkpoint.path, name, index.tensors[name]),
+        )
+    files = [checkpoint.path] if checkpoint.path.is_file() else _safetensors_files(checkpoint.path)
+    stored = _open_safetensors(files)
+    _check_names(checkpoint, {name: tensor.shape for name, tensor in stored.items()}, expected)
+
+    def read(name: str) -> Tensor:
+        with safe_open(str(stored[name].file), framework="pt", device="cpu") as file:
+            return file.get_tensor(name)
+
+    return WeightReader({name: stored[name].dtype for name in expected}, read)
 
 
 def _check_names(
@@ -470,31 +496,56 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _open_safetensors(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, list[int]]]:
-    """Which file holds each tensor, and the tensors' shapes. Opening a file checks its length against its header."""
-    where: dict[str, Path] = {}
-    shapes: dict[str, list[int]] = {}
+class StoredSafetensor(NamedTuple):
+    """Where a tensor lies among safetensors files, and what their headers say of it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _open_safetensors(files: Sequence[Path]) -> dict[str, StoredSafetensor]:
+    """The files' tensors, from their headers. Opening a file checks its length against its header."""
+    stored: dict[str, StoredSafetensor] = {}
     for path in files:
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 for name in file.keys():
-                    if name in where:
-                        raise InvalidCheckpointError(f"{name} is both in {where[name]} and in {path.name}")
-                    where[name] = path
-                    shapes[name] = list(file.get_slice(name).get_shape())
+                    if name in stored:
+                        raise InvalidCheckpointError(f"{name} is both in {stored[name].file} and in {path.name}")
+                    header = file.get_slice(name)
+                    dtype = SAFETENSORS_DTYPES.get(header.get_dtype())
+                    if dtype is None:
+                        raise InvalidCheckpointError(f"{path}: {name} has the dtype {header.get_dtype()}")
+                    stored[name] = StoredSafetensor(path, tuple(header.get_shape()), dtype)
         except SafetensorError as error:
             raise UnfinishedCheckpointError(f"{path} is half written or damaged: {_one_line(error)}") from None
-    return where, shapes
+    return stored
 
 
-def _read_safetensors(where: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    by_file: dict[Path, list[str]] = {}
-    for name in names:
-        by_file.setdefault(where[name], []).append(name)
-    for path, held in by_file.items():
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            for name in held:
-                yield name, file.get_tensor(name)
+def open_safetensors(folder: Path) -> dict[str, StoredSafetensor]:
+    """The tensors of a folder's safetensors files, those of its index if it has one, after a look at every file.
+
+    Raises:
+        UnfinishedCheckpointError, InvalidCheckpointError: the files are missing, too short, damaged or at odds.
+    """
+    return _open_safetensors(_safetensors_files(folder))
 
 
 # ---- a job's folder ----
