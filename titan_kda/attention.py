@@ -315,8 +315,8 @@ class KimiDeltaAttention(nn.Module):
     def new_cache(self) -> KDACache:
         return KDACache()
 
-    def core_flops_per_token(self) -> int:
-        """Operations of the chunked forward per token beside the parameters' products: linear in T (C = 64)."""
+    def core_flops_per_token(self, seq_len: int = CHUNK_SIZE) -> int:
+        """Operations of the chunked forward per token beside the parameters' products; the same for any seq_len."""
         K, V = self.key_width, self.value_width
         conv_width = self.q_conv.weight.shape[1]
         core = 2 * CHUNK_SIZE * (3 * K + 2 * V) + 6 * K * V

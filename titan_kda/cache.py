@@ -1,7 +1,8 @@
 """What a sequence carries from one token to the next.
 
 A KDA layer carries its FP32 state and the last W - 1 inputs of its three convolutions: the same number of bytes however
-long the sequence is. A model's cache is one such object a layer, in the order of its layers.
+long the sequence is. A full-attention layer carries a row for each token that it has seen. A model's cache is one such
+object a layer, in the order of its layers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -46,6 +48,83 @@ class KDACache:
             return None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
 
         return KDACache(pick(self.state), pick(self.conv_q), pick(self.conv_k), pick(self.conv_v))
+
+
+class TokenCache:
+    """One full-attention layer's cache for N sequences: what it keeps of each token. Empty until the first prefill.
+
+    It grows in pieces, an eighth over what is needed. No step reads a length on the host: ``bound`` is kept there
+    instead, and what lies past a sequence's length is finite and masked.
+
+    Attributes:
+        rows: [N, groups, capacity, width]; a group is what some of the query heads share.
+        lengths: int64 [N], how many tokens each sequence has.
+        bound: no sequence is longer, tokens.
+    """
+
+    PIECE = 256
+    """Capacities are multiples of this, tokens."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.lengths = torch.empty(0, dtype=torch.int64)
+        self.bound = 0
+
+    def reserve(self, tokens: int) -> bool:
+        """Makes room for so many further tokens a sequence; whether ``rows`` moved. An empty cache has nothing to move.
+
+        For a caller that replays a captured decode step, which cannot grow the cache: its ``append`` advances
+        ``lengths`` and not ``bound``.
+        """
+        needed = self.bound + tokens + 1  # what a padding row writes, goes to the last slot
+        if self.rows is None or needed <= self.rows.shape[2]:
+            return False
+        capacity = -(-(needed + needed // 8) // self.PIECE) * self.PIECE
+        self.rows = F.pad(self.rows, (0, 0, 0, capacity - self.rows.shape[2]))
+        return True
+
+    def extend(self, new: Tensor, cu_seqlens: Tensor, max_tokens: int) -> None:
+        """Adds packed tokens, new [T, groups, width]; none of them, or more, for each sequence."""
+        sequences = cu_seqlens.shape[0] - 1
+        if self.rows is None:
+            self.rows = new.new_zeros(sequences, new.shape[1], 0, new.shape[2])
+            self.lengths = torch.zeros(sequences, dtype=torch.int64, device=new.device)
+        self.reserve(max_tokens)
+        if new.shape[0] and sequences:
+            token = torch.arange(new.shape[0], device=new.device)
+            live = token < cu_seqlens[-1]
+            row = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(cu_seqlens.dtype), right=True)
+            row = row.clamp(max=sequences - 1)
+            place = torch.where(live, self.lengths[row] + token - cu_seqlens[row], self.rows.shape[2] - 1)
+            self.rows[row, :, place] = torch.where(live[:, None, None], new, 0)
+        self.lengths = self.lengths + cu_seqlens.diff()
+        self.bound += max_tokens
+
+    def append(self, new: Tensor) -> None:
+        """Adds one token to every sequence, new [N, groups, width]."""
+        assert self.rows is not None
+        self.reserve(1)
+        self.rows[torch.arange(new.shape[0], device=new.device), :, self.lengths] = new
+        self.lengths.add_(1)
+        self.bound += 1
+
+    def packed(self) -> tuple[Tensor, Tensor, int]:
+        """The tokens end to end [T, groups, width], their int32 offsets [N + 1], the longest; waits for the device."""
+        assert self.rows is not None
+        lengths = self.lengths.tolist()
+        ends = F.pad(self.lengths.cumsum(0), (1, 0))
+        row = torch.arange(len(lengths), device=ends.device).repeat_interleave(self.lengths, output_size=sum(lengths))
+        place = torch.arange(sum(lengths), device=ends.device) - ends[row]
+        self.bound = max(lengths, default=0)
+        return self.rows[row, :, place], ends.to(torch.int32), self.bound
+
+    def select(self, rows: Tensor) -> TokenCache:
+        chosen = TokenCache()
+        if self.rows is not None:
+            index = rows.to(self.rows.device)
+            chosen.rows, chosen.lengths = self.rows.index_select(0, index), self.lengths.index_select(0, index)
+            chosen.bound = self.bound
+        return chosen
 
 
 ModelCache = list[LayerCache]

@@ -1,17 +1,18 @@
 """A pre-norm decoder whose layers are built from a pattern of mixers.
 
     h = embed(tokens)
-    for each layer:  h = h + mixer(norm(h));  h = h + swiglu(norm(h))
+    for each layer:  h = h + mixer(norm(h));  h = h + feed_forward(norm(h))
     logits = head(norm(h))
 
-``MIXERS`` maps a name in ``ModelArgs.layer_pattern`` to what builds the layer's token mixer; "kda" is the one there is.
-A new mixer is a module with the methods of ``Mixer`` and one line in that table.
+``MIXERS`` maps a name in ``ModelArgs.layer_pattern`` to what builds the layer's token mixer: "kda", "mla" (multi-head
+latent attention) and "gqa" (grouped-query attention). A new mixer is a module with the methods of ``Mixer`` and one
+line in that table. The feed-forward is a SwiGLU, or after the first layers a mixture of experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -23,7 +24,9 @@ from torchtitan.tools.logging import logger
 
 from .attention import Backends, KimiDeltaAttention
 from .cache import LayerCache, ModelCache
+from .full_attention import FullAttention, GroupedQueryAttention, LatentAttention
 from .initialize import Initializer
+from .moe import MixtureOfExperts
 
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -40,8 +43,21 @@ class ModelArgs(BaseModelArgs):
         layer_pattern: the mixers' names, repeated to ``n_layers``.
         n_heads, key_width, value_width: H, K and V of the KDA layers.
         conv_width: taps of their short convolutions.
+        attn_heads: heads of the "mla" and "gqa" layers; 0: ``n_heads``.
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: of the "mla" layers, see ``LatentAttention``.
+        kv_heads: heads of keys and values in the "gqa" layers; 0: as many as of queries.
+        head_width: of a "gqa" head; 0: ``dim`` divided by the heads.
         ffn_width: hidden width of the SwiGLU.
-        norm_eps: of every RMSNorm.
+        num_experts: routed experts of a layer; 0: every layer has a SwiGLU of ``ffn_width``.
+        num_experts_per_token: how many of them a token goes to.
+        num_shared_experts: experts that every token goes to.
+        expert_width: hidden width of each expert.
+        first_k_dense: so many first layers have the SwiGLU all the same.
+        routed_scaling_factor: of the routed experts' weights.
+        moe_renormalize: whether a token's weights are divided by their sum.
+        load_balance_coeff: how far a step moves the bias by which experts are chosen; 0: it stays as it is.
+        num_expert_group, topk_group: 1; choosing groups of experts first is not supported.
+        norm_eps: of every RMSNorm but MLA's, which has its own.
         tie_embeddings: the head uses the embedding's weight.
         gate, lower_bound, allow_neg_eigval, output_gate: of the KDA layers, see ``KimiDeltaAttention``.
         attn_type: torchtitan's name for how documents are told apart: "varlen" resets state and convolution at each
@@ -57,7 +73,24 @@ class ModelArgs(BaseModelArgs):
     key_width: int = 32
     value_width: int = 32
     conv_width: int = 4
+    attn_heads: int = 0
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    kv_heads: int = 0
+    head_width: int = 0
     ffn_width: int = 512
+    num_experts: int = 0
+    num_experts_per_token: int = 8
+    num_shared_experts: int = 1
+    expert_width: int = 1024
+    first_k_dense: int = 1
+    routed_scaling_factor: float = 1.0
+    moe_renormalize: bool = True
+    load_balance_coeff: float = 1e-3
+    num_expert_group: int = 1
+    topk_group: int = 1
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     gate: str = "bounded"
@@ -82,9 +115,12 @@ class ModelArgs(BaseModelArgs):
 
     def check(self) -> None:
         """Raises ValueError with one line that names the field."""
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "key_width", "value_width", "conv_width", "ffn_width"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in _AT_LEAST_ZERO:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.key_width > 256:
             raise ValueError(f"key_width must be at most 256, got {self.key_width}")
         if not self.layer_pattern:
@@ -92,6 +128,24 @@ class ModelArgs(BaseModelArgs):
         for name in self.layer_pattern:
             if name not in MIXERS:
                 raise ValueError(f"layer_pattern: no mixer is called {name!r}; there are {', '.join(sorted(MIXERS))}")
+        if "gqa" in self.layer_pattern:
+            if self.full_heads % self.group_heads:
+                raise ValueError(
+                    f"kv_heads must divide the number of heads: got {self.group_heads} with {self.full_heads} heads"
+                )
+            if not self.head_width and self.dim % self.full_heads:
+                raise ValueError(f"head_width must be set: {self.full_heads} heads do not divide dim = {self.dim}")
+        if self.num_experts:
+            if not self.num_experts_per_token <= self.num_experts:
+                raise ValueError(
+                    f"num_experts_per_token must be at most num_experts = {self.num_experts}, "
+                    f"got {self.num_experts_per_token}"
+                )
+            for name in ("num_expert_group", "topk_group"):
+                if getattr(self, name) != 1:
+                    raise ValueError(
+                        f"{name} must be 1, got {getattr(self, name)}: experts in groups are not supported"
+                    )
         if not -float("inf") < self.lower_bound < 0:
             raise ValueError(f"lower_bound must be negative and finite, got {self.lower_bound}")
         if not 0 < self.norm_eps < 1:
@@ -117,17 +171,40 @@ class ModelArgs(BaseModelArgs):
     def mixer_of(self, layer: int) -> str:
         return self.layer_pattern[layer % len(self.layer_pattern)]
 
+    def mixers(self) -> set[str]:
+        """The mixers that some layer has."""
+        return {self.mixer_of(i) for i in range(self.n_layers)}
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.num_experts > 0 and layer >= self.first_k_dense
+
+    @property
+    def full_heads(self) -> int:
+        """Query heads of the full-attention layers."""
+        return self.attn_heads or self.n_heads
+
+    @property
+    def group_heads(self) -> int:
+        """Heads of keys and values of the "gqa" layers."""
+        return self.kv_heads or self.full_heads
+
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Parameters, and operations a token of a training step (forward and backward).
 
-        6 for each parameter that multiplies (an untied embedding only looks up), and 3 times the mixers' own forward
-        operations: the backward costs twice the forward, what it recomputes not counted.
+        6 for each parameter that multiplies (an untied embedding only looks up, and of the routed experts a token meets
+        ``num_experts_per_token``), and 3 times the mixers' own forward operations: the backward costs twice the
+        forward, what it recomputes not counted.
         """
         decoder = cast(Decoder, model)
         nparams = sum(p.numel() for p in decoder.parameters())
         embedding = decoder.tok_embeddings.weight.numel()
         multiplied = nparams if self.tie_embeddings else nparams - embedding
-        core = sum(cast(Block, layer).mixer.core_flops_per_token() for layer in decoder.layers.values())
+        blocks = [cast(Block, layer) for layer in decoder.layers.values()]
+        routed = sum(p.numel() for block in blocks if block.moe is not None for p in block.moe.experts.parameters())
+        if routed:
+            multiplied -= routed - routed * self.num_experts_per_token // self.num_experts
+        core = sum(block.mixer.core_flops_per_token(seq_len) for block in blocks)
         return nparams, 6 * multiplied + 3 * core
 
 
@@ -142,7 +219,9 @@ class Mixer(Protocol):
 
     def new_cache(self) -> LayerCache: ...
 
-    def core_flops_per_token(self) -> int: ...
+    def core_flops_per_token(self, seq_len: int) -> int:
+        """Operations of a forward per token beside the parameters' products."""
+        ...
 
     def init_weights(self, init: Initializer, name: str, output_std: float) -> None: ...
 
@@ -167,7 +246,33 @@ def _build_kda(args: ModelArgs) -> Mixer:
     )
 
 
-MIXERS: dict[str, Callable[[ModelArgs], Mixer]] = {"kda": _build_kda}
+def _build_mla(args: ModelArgs) -> Mixer:
+    return LatentAttention(
+        args.dim,
+        args.full_heads,
+        args.kv_lora_rank,
+        args.qk_nope_head_dim,
+        args.qk_rope_head_dim,
+        args.v_head_dim,
+    )
+
+
+def _build_gqa(args: ModelArgs) -> Mixer:
+    return GroupedQueryAttention(
+        args.dim, args.full_heads, args.group_heads, args.head_width or args.dim // args.full_heads
+    )
+
+
+MIXERS: dict[str, Callable[[ModelArgs], Mixer]] = {"kda": _build_kda, "mla": _build_mla, "gqa": _build_gqa}
+
+_AT_LEAST_ONE = (
+    *("vocab_size", "dim", "n_layers", "n_heads", "key_width", "value_width", "conv_width", "ffn_width"),
+    *("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "num_experts_per_token", "expert_width"),
+)
+_AT_LEAST_ZERO = (
+    *("attn_heads", "qk_rope_head_dim", "kv_heads", "head_width", "num_experts", "num_shared_experts"),
+    *("first_k_dense", "routed_scaling_factor", "load_balance_coeff"),
+)
 
 
 class SwiGLU(nn.Module):
@@ -189,23 +294,47 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+def _build_moe(args: ModelArgs) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        args.dim,
+        args.expert_width,
+        args.num_experts,
+        args.num_experts_per_token,
+        args.num_shared_experts,
+        args.routed_scaling_factor,
+        args.moe_renormalize,
+        args.load_balance_coeff,
+    )
+
+
 class Block(nn.Module):
-    """One layer: a mixer and a SwiGLU, each behind its norm and added to the stream."""
+    """One layer: a mixer and a feed-forward, each behind its norm and added to the stream.
+
+    The feed-forward is ``feed_forward`` or, where ``moe_enabled`` (torchtitan's name), ``moe``; the other is None.
+    """
+
+    feed_forward: SwiGLU | None
+    moe: MixtureOfExperts | None
 
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
         self.mixer_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.mixer = MIXERS[args.mixer_of(layer)](args)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.feed_forward = SwiGLU(args.dim, args.ffn_width)
+        self.moe_enabled = args.has_experts(layer)
+        self.feed_forward = None if self.moe_enabled else SwiGLU(args.dim, args.ffn_width)
+        self.moe = _build_moe(args) if self.moe_enabled else None
         # Projections start at 1 / sqrt(dim), 0.022 at a width of 2,048; the stream sums 2 n_layers outputs.
         self.output_std = args.dim**-0.5 / (2 * args.n_layers) ** 0.5
 
-    def init_weights(self, init: Initializer, name: str) -> None:
+    def init_weights(self, init: Initializer, name: str, buffer_device: torch.device | None = None) -> None:
         self.mixer_norm.reset_parameters()
         self.ffn_norm.reset_parameters()
         self.mixer.init_weights(init, f"{name}.mixer", self.output_std)
-        self.feed_forward.init_weights(init, f"{name}.feed_forward", self.output_std)
+        if self.feed_forward is not None:
+            self.feed_forward.init_weights(init, f"{name}.feed_forward", self.output_std)
+        if self.moe is not None:
+            self.moe.init_weights(init, f"{name}.moe", self.output_std, buffer_device)
 
     def forward(
         self,
@@ -217,7 +346,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """x [B, T, dim]; ``gathered`` is what the mixer's ``gather()`` gave, outside a compiled block."""
         x = x + self.mixer(self.mixer_norm(x), cu_seqlens, cache, max_tokens, decay=gathered)
-        return x + self.feed_forward(self.ffn_norm(x))
+        feed_forward = self.moe if self.feed_forward is None else self.feed_forward
+        assert feed_forward is not None
+        return x + feed_forward(self.ffn_norm(x))
 
 
 class TiedHead(nn.Module):
@@ -250,10 +381,10 @@ class Decoder(ModelProtocol):
         self._announced: set[str] = set()
 
     def init_weights(self, buffer_device: torch.device | None = None, *, seed: int | None = None) -> None:
-        """Fills every parameter (there are no buffers), the same however the model is sharded.
+        """Fills every parameter and buffer, the same however the model is sharded.
 
         Args:
-            buffer_device: torchtitan's; unused.
+            buffer_device: where the experts' buffers go, torchtitan's; None: they stay where they are.
             seed: of the draws; ``torch.initial_seed()`` if not given.
         """
         init = Initializer(seed)
@@ -262,7 +393,7 @@ class Decoder(ModelProtocol):
         head_std = args.dim**-0.5
         init.normal(self.tok_embeddings.weight, "tok_embeddings.weight", head_std if args.tie_embeddings else 1.0)
         for name, layer in self.layers.items():
-            cast(Block, layer).init_weights(init, f"layers.{name}")
+            cast(Block, layer).init_weights(init, f"layers.{name}", buffer_device)
         self.norm.reset_parameters()
         if isinstance(self.output, nn.Linear):
             init.trunc_normal(self.output.weight, "output.weight", head_std)
@@ -306,24 +437,31 @@ class Decoder(ModelProtocol):
         """
         cu_seqlens = None if attention_masks is None else attention_masks.cu_seq_q
         max_tokens = tokens.shape[1] if attention_masks is None else int(attention_masks.max_q)
-        self._announce(tokens.device, max_tokens, cache)
         h = self.tok_embeddings(tokens)
+        self._announce(h, max_tokens, cu_seqlens is not None or cache is not None, cache)
         for i, layer in enumerate(self.layers.values()):
             gathered = cast(Block, layer).mixer.gather()
             h = layer(h, gathered, cu_seqlens, None if cache is None else cache[i], max_tokens)
         return self.output(self.norm(h))
 
-    def _announce(self, device: torch.device, max_tokens: int, cache: ModelCache | None) -> None:
+    def _announce(self, hidden: Tensor, max_tokens: int, packed: bool, cache: ModelCache | None) -> None:
         """Logs, the first time each phase runs, which backend and implementation it runs on."""
-        for layer in self.layers.values():
+        kinds: set[type] = set()
+        for i, layer in enumerate(self.layers.values()):
             mixer = cast(Block, layer).mixer
+            if type(mixer) in kinds:
+                continue
+            kinds.add(type(mixer))
+            own = None if cache is None else cast(Any, cache[i])
             if isinstance(mixer, KimiDeltaAttention):
-                phase = mixer.phase(None if cache is None else cast(Any, cache[0]), max_tokens)
-                line = mixer.backends.ran(phase, max_tokens, device)
-                if line not in self._announced:
-                    self._announced.add(line)
-                    logger.info(line)
-                return
+                line = mixer.backends.ran(mixer.phase(own, max_tokens), max_tokens, hidden.device)
+            elif isinstance(mixer, FullAttention):
+                line = mixer.ran(mixer.phase(own, max_tokens), hidden, packed)
+            else:
+                continue
+            if line not in self._announced:
+                self._announced.add(line)
+                logger.info(line)
 
 
 def document_offsets(tokens: Tensor, eos_id: int) -> Tensor:
@@ -371,4 +509,57 @@ FLAVORS: dict[str, ModelArgs] = {
     "1.3B": ModelArgs(
         vocab_size=32000, dim=2048, n_layers=24, n_heads=16, key_width=128, value_width=128, ffn_width=5632
     ),
+    "kimi_linear_debug": ModelArgs(
+        vocab_size=264,
+        dim=192,
+        n_layers=4,
+        layer_pattern=["kda", "kda", "kda", "mla"],
+        n_heads=4,
+        key_width=32,
+        value_width=32,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        ffn_width=512,
+        num_experts=8,
+        num_experts_per_token=2,
+        expert_width=128,
+        routed_scaling_factor=2.446,
+        gate="softplus",
+    ),
+    # 1.1 billion parameters, 0.28 billion of them at work on a token.
+    "kimi_linear_1b_a300m": ModelArgs(
+        vocab_size=32000,
+        dim=1024,
+        n_layers=16,
+        layer_pattern=["kda", "kda", "kda", "mla"],
+        n_heads=8,
+        key_width=128,
+        value_width=128,
+        ffn_width=2816,
+        num_experts=64,
+        num_experts_per_token=8,
+        expert_width=320,
+        routed_scaling_factor=2.446,
+        gate="softplus",
+    ),
+    # As released: layers 4, 8, ..., 24 and 27 (from 1) are full attention.
+    "kimi_linear_48b_a3b": ModelArgs(
+        vocab_size=163840,
+        dim=2304,
+        n_layers=27,
+        layer_pattern=[*["kda", "kda", "kda", "mla"] * 6, "kda", "kda", "mla"],
+        n_heads=32,
+        key_width=128,
+        value_width=128,
+        ffn_width=9216,
+        num_experts=256,
+        num_experts_per_token=8,
+        expert_width=1024,
+        routed_scaling_factor=2.446,
+        gate="softplus",
+    ),
 }
+# What the hybrid is measured against: the same model with full attention in every layer.
+FLAVORS["kimi_linear_1b_a300m_full"] = replace(FLAVORS["kimi_linear_1b_a300m"], layer_pattern=["mla"])

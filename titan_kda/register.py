@@ -14,7 +14,10 @@ use_cpu_if_no_accelerator()  # before the modules below copy torchtitan's device
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
 from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers  # noqa: E402
+from torchtitan.components.optimizer import (  # noqa: E402
+    OptimizersContainer,
+    build_optimizers_with_moe_load_balancing,
+)
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
 from torchtitan.tools import utils  # noqa: E402
@@ -84,8 +87,9 @@ def build_dataloader(**kwargs: Any) -> ParallelAwareDataloader:
 def build_kda_optimizers(
     model_parts: list[Any], optimizer_config: Any, parallel_dims: Any, **kwargs: Any
 ) -> OptimizersContainer:
-    """torchtitan's optimizers, with no weight decay on A_log and dt_bias: decay would pull every gate to one value."""
-    container = build_optimizers(model_parts, optimizer_config, parallel_dims, **kwargs)
+    """torchtitan's optimizers, which balance the experts' load before each step, with no weight decay on A_log and
+    dt_bias: decay would pull every gate to one value."""
+    container = build_optimizers_with_moe_load_balancing(model_parts, optimizer_config, parallel_dims, **kwargs)
     undecayed = {
         parameter
         for part in model_parts
