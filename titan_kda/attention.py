@@ -54,6 +54,8 @@ class Backends:
         eval: forwards without gradients and without a cache, as in validation.
         prefill: forwards that fill a cache from a prompt.
         recurrent_max_tokens: "auto" is recurrent for sequences up to this many tokens, chunk for longer ones.
+        fuse_q_l2norm: chunk_kda normalises q itself in prefill, without a pass of its own over q; the numbers are the
+            same up to q's rounding. Training and validation never do, so that a validation's arithmetic is training's.
         impl: "auto" is Triton on a GPU and the PyTorch reference elsewhere.
     Decode, one token a sequence with a cache, is always recurrent.
     """
@@ -62,6 +64,7 @@ class Backends:
     eval: Backend = "recurrent"
     prefill: Backend = "auto"
     recurrent_max_tokens: int = 64
+    fuse_q_l2norm: bool = True
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class Backends:
             raise ValueError(f"recurrent_max_tokens must be an integer, got {self.recurrent_max_tokens!r}")
         if self.recurrent_max_tokens < 0:
             raise ValueError(f"recurrent_max_tokens must be at least 0, got {self.recurrent_max_tokens}")
+        if not isinstance(self.fuse_q_l2norm, bool):
+            raise ValueError(f"fuse_q_l2norm must be true or false, got {self.fuse_q_l2norm!r}")
 
     def choose(self, phase: Phase, tokens: int) -> Literal["chunk", "recurrent"]:
         """The form of the core for a phase; ``tokens`` is the length of the longest sequence, or a bound on it."""
@@ -236,9 +241,9 @@ class ShortConvolution(nn.Module):
             impl=impl,
         )
 
-    def step(self, x: Tensor, state: Tensor, impl: str | None) -> Tensor:
-        """One token a sequence: x [N, C]; ``state`` [N, W - 1, C] is advanced in place."""
-        return causal_conv1d_step(x, _local(self.weight).to(x.dtype), state, impl=impl)
+    def step(self, x: Tensor, state: Tensor, slots: Tensor | None, impl: str | None) -> Tensor:
+        """One token a sequence: x [N, C]; ``state`` [N, W - 1, C] is advanced in place, in ``slots``."""
+        return causal_conv1d_step(x, _local(self.weight).to(x.dtype), state, state_indices=slots, impl=impl)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -380,7 +385,10 @@ class KimiDeltaAttention(nn.Module):
         q, conv_q = self.q_conv(self.q_proj(x), cu_seqlens, tails[0], keep, impl)
         k, conv_k = self.k_conv(self.k_proj(x), cu_seqlens, tails[1], keep, impl)
         v, conv_v = self.v_conv(self.v_proj(x), cu_seqlens, tails[2], keep, impl)
-        q = l2norm(q.unflatten(-1, (-1, self.key_width)), impl=impl)  # [B, T, H, K]; H is this rank's
+        q = q.unflatten(-1, (-1, self.key_width))  # [B, T, H, K]; H is this rank's
+        fused = phase == "prefill" and backend == "chunk" and self.backends.fuse_q_l2norm
+        if not fused:
+            q = l2norm(q, impl=impl)
         k = l2norm(k.unflatten(-1, (-1, self.key_width)), impl=impl)
         v = v.unflatten(-1, (-1, self.value_width))
         raw_gate = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (-1, self.key_width))
@@ -398,6 +406,7 @@ class KimiDeltaAttention(nn.Module):
                 state,
                 cu_seqlens=cu_seqlens,
                 output_final_state=keep,
+                fuse_q_l2norm=fused,
                 gate_lower_bound=bound,
                 impl=impl,
             )
@@ -421,9 +430,10 @@ class KimiDeltaAttention(nn.Module):
         impl = self.backends.operator_impl
         live = cache.state.shape[0]
         token = x.flatten(0, 1)[:live]
-        q = self.q_conv.step(self.q_proj(token), cache.conv_q, impl).unflatten(-1, (-1, self.key_width))
-        k = self.k_conv.step(self.k_proj(token), cache.conv_k, impl).unflatten(-1, (-1, self.key_width))
-        v = self.v_conv.step(self.v_proj(token), cache.conv_v, impl).unflatten(-1, (-1, self.value_width))
+        slots = cache.slots
+        q = self.q_conv.step(self.q_proj(token), cache.conv_q, slots, impl).unflatten(-1, (-1, self.key_width))
+        k = self.k_conv.step(self.k_proj(token), cache.conv_k, slots, impl).unflatten(-1, (-1, self.key_width))
+        v = self.v_conv.step(self.v_proj(token), cache.conv_v, slots, impl).unflatten(-1, (-1, self.value_width))
         o = recurrent_kda_step(
             q,
             k,
@@ -432,13 +442,14 @@ class KimiDeltaAttention(nn.Module):
             self.b_proj(token),
             *decay,
             cache.state,
+            state_indices=slots,
             gate=self.forget_gate.gate,
             lower_bound=self.forget_gate.lower_bound,
             beta_scale=self.beta_scale,
             impl=impl,
         )
-        padding = x.shape[0] * x.shape[1] - live
-        o = nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
+        if padding := x.shape[0] * x.shape[1] - live:
+            o = nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
         return self._output(o.reshape(*x.shape[:2], *o.shape[1:]), x)
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class KDACache:
         state: FP32 [N, H, K, V].
         conv_q, conv_k: [N, W - 1, H * K], the inputs that the next token's convolution still sees, oldest first.
         conv_v: [N, W - 1, H * V].
+        slots: int32 [N], for decode alone: which row of the tensors above a sequence has; a negative one marks a place
+            that holds no sequence, whose output is zero and of which nothing is read or written. None: its own.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class KDACache:
     ):
         self.state = state
         self.conv_q, self.conv_k, self.conv_v = conv_q, conv_k, conv_v
+        self.slots: Tensor | None = None
 
     def select(self, rows: Tensor) -> KDACache:
         def pick(tensor: Tensor | None) -> Tensor | None:

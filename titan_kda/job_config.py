@@ -36,6 +36,9 @@ class KDA:
     recurrent_max_tokens: int = 64
     """Where "auto" changes from recurrent to chunk, tokens."""
 
+    fuse_q_l2norm: bool = True
+    """Prefill by chunk_kda normalises q inside the kernel; training and validation never do."""
+
     impl: str = "auto"
     """"triton", "reference" (plain PyTorch), or "auto": Triton on a GPU, the reference elsewhere."""
 
@@ -137,7 +140,8 @@ def overrides(job_config: Any) -> dict[str, Any]:
     kda, architecture = job_config.kda, job_config.architecture
     values = {f.name: getattr(architecture, f.name) for f in fields(Architecture)}
     values = {name: value for name, value in values.items() if value is not None}
-    for name in ("train_backend", "eval_backend", "prefill_backend", "recurrent_max_tokens", "impl"):
+    names = ("train_backend", "eval_backend", "prefill_backend", "recurrent_max_tokens", "fuse_q_l2norm", "impl")
+    for name in names:
         values[name] = getattr(kda, name)
     values["attn_type"] = "varlen" if kda.reset_at_documents else "sdpa"
     return values

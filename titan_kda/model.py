@@ -62,7 +62,7 @@ class ModelArgs(BaseModelArgs):
         gate, lower_bound, allow_neg_eigval, output_gate: of the KDA layers, see ``KimiDeltaAttention``.
         attn_type: torchtitan's name for how documents are told apart: "varlen" resets state and convolution at each
             document's end, "sdpa" lets them run through a row.
-        train_backend, eval_backend, prefill_backend, recurrent_max_tokens, impl: see ``Backends``.
+        train_backend, eval_backend, prefill_backend, recurrent_max_tokens, fuse_q_l2norm, impl: see ``Backends``.
     """
 
     vocab_size: int = 264
@@ -102,6 +102,7 @@ class ModelArgs(BaseModelArgs):
     eval_backend: str = "recurrent"
     prefill_backend: str = "auto"
     recurrent_max_tokens: int = 64
+    fuse_q_l2norm: bool = True
     impl: str = "auto"
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
@@ -165,6 +166,7 @@ class ModelArgs(BaseModelArgs):
             eval=cast(Any, self.eval_backend),
             prefill=cast(Any, self.prefill_backend),
             recurrent_max_tokens=self.recurrent_max_tokens,
+            fuse_q_l2norm=self.fuse_q_l2norm,
             impl=cast(Any, self.impl),
         )
 
