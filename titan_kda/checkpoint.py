@@ -664,7 +664,7 @@ def remove_half_written(folder: str | os.PathLike) -> list[Path]:
             try:
                 _whole_checkpoint(path)
             except UnfinishedCheckpointError as error:
-                _set_aside(path, str(error))
+                set_aside(path, str(error))
                 gone.append(path)
             except CheckpointError as error:
                 logger.warning("left where it is: %s", error)
@@ -682,12 +682,12 @@ def set_aside_newer(folder: str | os.PathLike, step: int) -> list[Path]:
     gone = []
     for number, path in _steps(Path(folder)):
         if number > step:
-            _set_aside(path, f"{path} is newer than step {step}, from which the job goes on")
+            set_aside(path, f"{path} is newer than step {step}, from which the job goes on")
             gone.append(path)
     return gone
 
 
-def _set_aside(path: Path, reason: str) -> None:
+def set_aside(path: Path, reason: str) -> None:
     # torchtitan looks for "step-<number>" anywhere in a name, so the new name must not have it.
     number = _step_of(path)
     target = path.with_name(f"set-aside-{number}")

@@ -25,6 +25,7 @@ from torchtitan.tools import utils  # noqa: E402
 from . import data  # noqa: E402
 from .attention import ForgetGate  # noqa: E402
 from .checkpoint import CheckpointError, validate_checkpoint_settings  # noqa: E402
+from .hf import KimiLinearAdapter, check_settings, extend_checkpoint_manager  # noqa: E402
 from .job_config import MODEL_NAME, JobError, check_dump_folder, check_job, model_args_of  # noqa: E402
 from .model import FLAVORS, Decoder  # noqa: E402
 from .parallelize import parallelize  # noqa: E402
@@ -64,7 +65,8 @@ def check_job_and_data(job_config: Any) -> BaseTokenizer:
         data.check_data(job_config)
         tokenizer = data.build_tokenizer(job_config)
         data.check_vocab(tokenizer, args.vocab_size)
-        validate_checkpoint_settings(job_config)
+        validate_checkpoint_settings(job_config, has_adapter=True)
+        check_settings(job_config, args)
     except (CheckpointError, ValueError, TypeError, FileNotFoundError) as error:
         raise JobError(str(error)) from None
     if job_config.generation.enable:
@@ -121,8 +123,10 @@ def get_train_spec() -> train_spec.TrainSpec:
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_validator,
+        state_dict_adapter=KimiLinearAdapter,
     )
 
 
+extend_checkpoint_manager()
 if MODEL_NAME not in train_spec._extra_train_specs:  # a second registration of a name raises
     train_spec.register_train_spec(MODEL_NAME, get_train_spec())

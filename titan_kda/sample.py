@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import hf_format
 from ._version import __version__
 from .checkpoint import CheckpointError, read_weights, resolve_checkpoint
 from .data import build_tokenizer, check_vocab, stream_decoder
@@ -134,11 +135,16 @@ def load_model(job_config: Any, checkpoint: str | None, device: torch.device, dt
         JobError, CheckpointError: one line that says what is wrong.
     """
     found = resolve_checkpoint(job_config.job.dump_folder if checkpoint is None else checkpoint)
+    args = model_args_of(job_config)
     with torch.device("meta"):
-        model = Decoder(model_args_of(job_config))
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        model = Decoder(args)
     # FP32 first, since an exported checkpoint may hold all of its weights, A_log and dt_bias too, in 16 bits.
-    model.load_state_dict(read_weights(found, shapes, dtype=torch.float32), strict=True, assign=True)
+    if found.kind == "safetensors" and hf_format.is_hf_folder(found.path):
+        weights = hf_format.read_weights(found.path, args, dtype=torch.float32)
+    else:
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        weights = read_weights(found, shapes, dtype=torch.float32)
+    model.load_state_dict(weights, strict=True, assign=True)
     step = "" if found.step is None else f", step {found.step}"
     print(f"{found.path}{step}: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
     return model.to(device, dtype).eval()

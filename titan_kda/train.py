@@ -206,7 +206,7 @@ def trainer_class(stop: StopSignal) -> type:
             job_config = self.job_config
             self._hosts: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
             self._resumed = False
-            for warning in validate_checkpoint_settings(job_config):
+            for warning in validate_checkpoint_settings(job_config, has_adapter=True):
                 logger.warning(warning)
             try:
                 job_config.checkpoint.load_step = prepare_folder(job_config, rank=dist.get_rank())
