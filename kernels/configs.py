@@ -82,3 +82,37 @@ def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
         inputs_warps=8,
         inputs_block=64,
     )
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """The output stage: values to a block, warps, the most registers to a thread (None: the compiler's choice), columns
+    of q to a product.
+
+    stages: None for one block to a program. Otherwise the programs that fit the device, ``programs`` to a
+    multiprocessor, take the blocks in turns through a software pipeline of that depth.
+    """
+
+    block_v: int
+    num_warps: int
+    registers: int | None = None
+    step_k: int = 256
+    stages: int | None = None
+    programs: int = 1
+
+
+def output_config(
+    padded_key_width: int, value_width: int, chunk_size: int, full_precision: bool, block_v: int | None
+) -> OutputConfig:
+    """``block_v`` is the caller's wish, or None; where 128 values do not fit shared memory, it is met in blocks of 64.
+
+    The cap on registers is as much a floor: ptxas takes what it allows to have more loads on their way at once.
+    """
+    small = padded_key_width <= 128 and chunk_size <= 64 and not full_precision
+    if block_v is None:
+        block_v = 128 if small and value_width > 64 else 64
+    if full_precision and chunk_size > 64:
+        block_v = min(block_v, 64)
+    if not small:
+        return OutputConfig(block_v, num_warps=8, step_k=64 if full_precision else 256)
+    return OutputConfig(block_v, num_warps=4, registers=168)

@@ -10,8 +10,13 @@ where it is at most 1. In 2^(g_i - g_last) 2^(g_last - g_j) the second factor wo
 by more than 88 nats.
 
 The Triton kernel has one program per (chunk, head, block of values); its tile is chunk_kda's own (output_tile in
-chunk/scan.py). At K = V = 128 in bf16 the gk form reads 1,920 bytes for each token and head (the state is 512 of them)
-and writes 256. In a pack, a one-program kernel first sums the sequences' chunks, so that no offset goes to the host.
+chunk/scan.py). At K = V = 128 in bf16 the gk form reads 1,664 bytes for each token and head (512 of them are the state,
+512 the gate) and writes 256; the scalar form reads 1,284. With one block of 128 values everything is read once; with
+two, the second finds q, the gate and the weights in the L2 cache. In a pack, a one-program kernel first sums the
+sequences' chunks, so that no offset goes to the host.
+
+A block of 32 values is computed on a tile of 64: tiles 32 wide are among those that Triton has miscompiled on sm_90,
+and what lies past the block is neither read nor written, so that it costs arithmetic alone.
 """
 
 from typing import Any
@@ -21,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import configs
 from ._device import on_device
 from ._operator import (
     CHUNK_SIZE,
@@ -38,7 +44,7 @@ from ._operator import (
     wants_grad,
 )
 from .chunk.scan import output_tile
-from .chunk.tiles import block_width, operand_dtype
+from .chunk.tiles import block_width, load_rows, matmul, operand_dtype
 from .reference import naive_chunk_output
 
 CHUNK_SIZES = (16, 32, 64, 128)
@@ -85,68 +91,132 @@ def _locate(cu_seqlens, chunk_starts, chunk, T, N, CHUNK: tl.constexpr, PACKED: 
 
 
 @triton.jit
-def _chunk_output_kernel(
-    q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
+def _output_block(
+    index, q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
     T, N, H, HG, K, V, scale, to_log2,
     v_batch, v_token, v_head, g_batch, g_token, g_head, h_key, h_value, o_batch, o_token, o_head, o_value,
     PACKED: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_G: tl.constexpr, HAS_GK: tl.constexpr, Q_NORM: tl.constexpr,
-    OPERAND: tl.constexpr, CHUNK: tl.constexpr, WIDTH_K: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr, CHUNK: tl.constexpr, WIDTH_K: tl.constexpr, STEP_K: tl.constexpr, WIDTH_V: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One chunk's output for one head and BV values. The blocks of a chunk's heads follow each other, so that programs
+    that run together read whole rows of memory, and what they share from the L2 cache."""
     blocks = tl.cdiv(V, BV)
-    block = tl.program_id(0) % blocks
-    head = (tl.program_id(0) // blocks) % H
-    chunk = tl.program_id(0) // (blocks * H)
+    block = index % blocks
+    head = (index // blocks) % H
+    chunk = index // (blocks * H)
     batch, start, rows = _locate(cu_seqlens, chunk_starts, chunk, T, N, CHUNK, PACKED)
-    if rows <= 0:
-        return
+    keys = K
+    if PACKED:
+        keys = tl.where(rows > 0, K, 0)  # nothing is read for a state that no sequence owns
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
-    channel = tl.arange(0, WIDTH_K)[None, :]
-    value = block * BV + tl.arange(0, BV)[None, :]
-    in_keys = (row < rows) & (channel < K)
-    in_values = (row < rows) & (value < V)
+    channel = tl.arange(0, STEP_K)[None, :]
+    value = block * BV + tl.arange(0, WIDTH_V)[None, :]
+    end = tl.minimum((block + 1) * BV, V)
+    causal = (row >= column) & (row < rows)
     token = batch.to(tl.int64) * T + start  # of a [B T, H] table, as wide as it gets
-    query = (token * HG + head // (H // HG)) * K
-    q_tile = tl.load(q + query + row * (HG * K) + channel, mask=in_keys, other=0.0).to(tl.float32)
-    row_scale = scale
-    if Q_NORM:
-        row_scale = scale * tl.rsqrt(tl.sum(q_tile * q_tile, axis=1) + 1e-6)[:, None]
+    q += (token * HG + head // (H // HG)) * K
+    h += (chunk.to(tl.int64) * H + head) * K * V + value * h_value
+    v += batch.to(tl.int64) * v_batch + start.to(tl.int64) * v_token + head.to(tl.int64) * v_head
+    if not HAS_SCORES:
+        k += (token * HG + head // (H // HG)) * K
+    if HAS_GK:
+        gk += (token * H + head) * K
+    if HAS_G:
+        g += batch.to(tl.int64) * g_batch + start.to(tl.int64) * g_token + head.to(tl.int64) * g_head
+        gate_row = tl.load(g + row * g_token, mask=row < rows, other=0.0) * to_log2
+        gate_column = tl.load(g + column * g_token, mask=column < rows, other=0.0) * to_log2
+
+    if WIDTH_K > STEP_K:  # all but the last columns of q, in steps: in FP32 they do not fit shared memory together
+        squares = tl.zeros((CHUNK, 1), tl.float32)
+        products = tl.zeros((CHUNK, CHUNK), tl.float32)
+        partial = tl.zeros((CHUNK, WIDTH_V), tl.float32)
+        for _ in range(0, WIDTH_K - STEP_K, STEP_K):
+            key = tl.trans(channel)
+            state = tl.load(h + key * h_key, mask=(key < keys) & (value < end), other=0.0)
+            q_tile = load_rows(q, row, rows, channel, keys, HG * K, True).to(tl.float32)
+            squares += tl.sum(q_tile * q_tile, axis=1)[:, None]
+            if not HAS_SCORES:
+                k_tile = load_rows(k, row, rows, channel, keys, HG * K, True)
+                products += matmul(q_tile.to(OPERAND), tl.trans(k_tile.to(OPERAND)), PRECISION)
+            if HAS_GK:
+                q_tile *= tl.exp2(load_rows(gk, row, rows, channel, keys, H * K, True) * to_log2)
+            partial += matmul(q_tile.to(OPERAND), state.to(OPERAND), PRECISION)
+            channel += STEP_K
+
+    # Every load comes before the first use of one: they are then all on their way at once, and registers are where they
+    # land.
+    key = tl.trans(channel)
+    state = tl.load(h + key * h_key, mask=(key < keys) & (value < end), other=0.0)
+    q_tile = load_rows(q, row, rows, channel, keys, HG * K, True)
+    if HAS_GK:
+        decay = load_rows(gk, row, rows, channel, keys, H * K, True)
+    if HAS_SCORES:
+        scores = load_rows(a_qk + (token * H + head) * CHUNK, row, rows, column, CHUNK, H * CHUNK, False)
+    else:
+        k_tile = load_rows(k, row, rows, channel, keys, HG * K, True)
+    v_tile = load_rows(v, row, rows, value, end, v_token, True)
 
     # The weights of the chunk's tokens, then q's decay: k meets q as it was given.
-    causal = (row >= column) & (row < rows)
-    if HAS_G:
-        gate = g + batch.to(tl.int64) * g_batch + start.to(tl.int64) * g_token + head.to(tl.int64) * g_head
-        gate_row = tl.load(gate + row * g_token, mask=row < rows, other=0.0) * to_log2
-        gate_column = tl.load(gate + column * g_token, mask=column < rows, other=0.0) * to_log2
-    if HAS_SCORES:
-        scores = a_qk + (token * H + head) * CHUNK + row * (H * CHUNK) + column
-        scores = tl.load(scores, mask=row < rows, other=0.0).to(tl.float32)
-    else:
-        k_tile = tl.load(k + query + row * (HG * K) + channel, mask=in_keys, other=0.0)
-        scores = tl.dot(
-            q_tile.to(OPERAND), tl.trans(k_tile.to(OPERAND)), input_precision=PRECISION, out_dtype=tl.float32
-        )  # fmt: skip
+    if not HAS_SCORES:
+        scores = matmul(q_tile.to(OPERAND), tl.trans(k_tile.to(OPERAND)), PRECISION)
+        if WIDTH_K > STEP_K:
+            scores += products
         if HAS_G:
             scores *= tl.exp2(tl.where(causal, gate_row - gate_column, 0.0))
-    scores = tl.where(causal, scores, 0.0)
-    if HAS_G:
-        q_tile *= tl.exp2(gate_row)
+    scores = tl.where(causal, scores.to(tl.float32), 0.0)
+    row_scale = scale
+    if Q_NORM:
+        sums = tl.sum(q_tile.to(tl.float32) * q_tile.to(tl.float32), axis=1)[:, None]
+        if WIDTH_K > STEP_K:
+            sums += squares
+        row_scale = scale * tl.rsqrt(sums + 1e-6)
     if HAS_GK:
-        decay = tl.load(gk + (token * H + head) * K + row * (H * K) + channel, mask=in_keys, other=0.0)
-        q_tile *= tl.exp2(decay * to_log2)
-
-    state = h + (chunk.to(tl.int64) * H + head) * K * V + tl.trans(channel) * h_key + value * h_value
-    state = tl.load(state, mask=(tl.trans(channel) < K) & (value < V), other=0.0)
-    v += batch.to(tl.int64) * v_batch + start.to(tl.int64) * v_token + head.to(tl.int64) * v_head
-    v_tile = tl.load(v + row * v_token + value, mask=in_values, other=0.0)
+        q_tile = q_tile.to(tl.float32) * tl.exp2(decay * to_log2)
+    row_decay = None
+    if HAS_G:
+        row_decay = tl.exp2(gate_row)
     out = output_tile(
-        q_tile.to(OPERAND), state.to(OPERAND), scores.to(OPERAND), v_tile.to(OPERAND), row_scale, PRECISION
+        q_tile.to(OPERAND), state.to(OPERAND), scores.to(OPERAND), v_tile.to(OPERAND), row_scale, PRECISION, row_decay
     )  # fmt: skip
+    if WIDTH_K > STEP_K:
+        if HAS_G:
+            partial *= row_decay
+        out += partial * row_scale
     o += batch.to(tl.int64) * o_batch + start.to(tl.int64) * o_token + head.to(tl.int64) * o_head
-    tl.store(o + row * o_token + value * o_value, out.to(o.dtype.element_ty), mask=in_values)
+    tl.store(o + row * o_token + value * o_value, out.to(o.dtype.element_ty), mask=(row < rows) & (value < end))
 
 
-def _launch(
+@triton.jit
+def _chunk_output_kernel(
+    q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
+    T, N, H, HG, K, V, total, scale, to_log2,
+    v_batch, v_token, v_head, g_batch, g_token, g_head, h_key, h_value, o_batch, o_token, o_head, o_value,
+    PACKED: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_G: tl.constexpr, HAS_GK: tl.constexpr, Q_NORM: tl.constexpr,
+    OPERAND: tl.constexpr, CHUNK: tl.constexpr, WIDTH_K: tl.constexpr, STEP_K: tl.constexpr, WIDTH_V: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One block to a program; or, with STAGES, the blocks in turns, the next ones' loads under way through shared
+    memory while one is worked on."""
+    if STAGES is None:
+        _output_block(
+            tl.program_id(0), q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
+            T, N, H, HG, K, V, scale, to_log2,
+            v_batch, v_token, v_head, g_batch, g_token, g_head, h_key, h_value, o_batch, o_token, o_head, o_value,
+            PACKED, HAS_SCORES, HAS_G, HAS_GK, Q_NORM, OPERAND, CHUNK, WIDTH_K, STEP_K, WIDTH_V, BV, PRECISION,
+        )  # fmt: skip
+    else:
+        for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+            _output_block(
+                index, q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
+                T, N, H, HG, K, V, scale, to_log2,
+                v_batch, v_token, v_head, g_batch, g_token, g_head, h_key, h_value, o_batch, o_token, o_head, o_value,
+                PACKED, HAS_SCORES, HAS_G, HAS_GK, Q_NORM, OPERAND, CHUNK, WIDTH_K, STEP_K, WIDTH_V, BV, PRECISION,
+            )  # fmt: skip
+
+
+def launch_chunk_output(
     q: Tensor,
     k: Tensor | None,
     v: Tensor,
@@ -163,8 +233,12 @@ def _launch(
     *,
     head_major: bool,
     log2: bool,
+    config: configs.OutputConfig | None = None,
 ) -> None:
-    """Fills ``o`` [B, T, H, V], of any strides; ``head_major`` says how v, g and h lie (chunk_fwd_o_vk)."""
+    """Fills ``o`` [B, T, H, V], of any strides; ``head_major`` says how v, g and h lie (chunk_fwd_o_vk).
+
+    ``config`` is for tuning; None takes the one of configs.py.
+    """
     batch, tokens, _, value_width = o.shape
     heads, key_width = o.shape[2], q.shape[3]
     chunks = h.shape[0] if cu_seqlens is not None else batch * h.shape[1]
@@ -181,19 +255,29 @@ def _launch(
     else:
         v_strides, g_strides = v.stride()[:3], (heads * tokens, heads, 1)
         h_strides = (value_width, 1)
-    block_v = 64 if block_v is None else block_v
+    width_k = block_width(key_width)
+    if config is None:
+        config = configs.output_config(width_k, value_width, chunk_size, dtype == torch.float32, block_v)
+    total = chunks * heads * triton.cdiv(value_width, config.block_v)
+    programs = total
+    if config.stages is not None:
+        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+        programs = min(total, config.programs * multiprocessors)
     with on_device(q):
         chunk_starts = None
         if cu_seqlens is not None:
             chunk_starts = torch.empty(sequences + 1, dtype=torch.int32, device=q.device)
             _chunk_starts_kernel[(1,)](cu_seqlens, chunk_starts, sequences, CHUNK=chunk_size, BLOCK=1024)
-        _chunk_output_kernel[(chunks * heads * triton.cdiv(value_width, block_v),)](
+        _chunk_output_kernel[(programs,)](
             q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
-            tokens, sequences, heads, q.shape[2], key_width, value_width, scale, 1.0 if log2 else LOG2_E,
+            tokens, sequences, heads, q.shape[2], key_width, value_width, total, scale, 1.0 if log2 else LOG2_E,
             *v_strides, *g_strides, *h_strides, *o.stride(),
             PACKED=cu_seqlens is not None, HAS_SCORES=a_qk is not None, HAS_G=g is not None, HAS_GK=gk is not None,
-            Q_NORM=l2norm_q, OPERAND=_TRITON_TYPES[dtype], CHUNK=chunk_size, WIDTH_K=block_width(key_width),
-            BV=block_v, PRECISION="tf32x3" if dtype == torch.float32 else "tf32", num_warps=4, num_stages=1,
+            Q_NORM=l2norm_q, OPERAND=_TRITON_TYPES[dtype], CHUNK=chunk_size, WIDTH_K=width_k,
+            STEP_K=min(config.step_k, width_k), WIDTH_V=block_width(config.block_v), BV=config.block_v,
+            PRECISION="tf32x3" if dtype == torch.float32 else "tf32", STAGES=config.stages,
+            num_warps=config.num_warps, num_stages=1,
+            maxnreg=config.registers,
         )  # fmt: skip
 
 
@@ -253,7 +337,7 @@ def _chunk_output(
 ) -> Tensor:
     if impl == "triton":
         output = torch.empty_like(v_new, dtype=q.dtype, memory_format=torch.contiguous_format)
-        _launch(
+        launch_chunk_output(
             q, k, v_new, h, a_qk, g, gk, output, scale, cu_seqlens, chunk_size, l2norm_q, block_v,
             head_major=False, log2=True,
         )  # fmt: skip
@@ -290,9 +374,10 @@ def _chunk_fwd_o_vk(
     impl: str,
 ) -> None:
     if impl == "triton":
-        return _launch(
+        launch_chunk_output(
             q, k, v, h, a_qk, g, gk, o, scale, cu_seqlens, chunk_size, False, block_v, head_major=True, log2=use_exp2
         )  # fmt: skip
+        return
     g = None if g is None else g.transpose(1, 2)
     if not use_exp2:
         g = None if g is None else LOG2_E * g
@@ -412,8 +497,7 @@ def chunk_output(
         chunk_size: 16, 32, 64 or 128.
         l2norm_q: scale each row by 1 / sqrt(sum(q^2) + 1e-6), as if q had been L2-normalised.
         block_v: the Triton kernel's block of values, 32, 64 or 128; None for the tuned one.
-        impl: None, "triton" or "reference"; None is the reference, until the kernel has been timed
-            on a GPU.
+        impl: None, "triton" or "reference"; None is "triton" for CUDA tensors and "reference" for others.
 
     Returns:
         o [B, T, H, V] in q's type.
@@ -436,7 +520,7 @@ def chunk_output(
     }
     _check(op, forms, q, v_new, h, {"k": k, "g": g, "gk": gk, "a_qk": a_qk}, cu_seqlens, chunk_size, block_v)
     scale = _scale(op, scale, q.shape[3])
-    chosen = resolve_impl(op, "reference" if impl is None else impl, q)
+    chosen = resolve_impl(op, impl, q)
     eager_reference = chosen == "reference" and runs_eagerly()
     if wants_grad(q, v_new, h, a_qk, k, g, gk) and not (impl == "reference" and eager_reference):
         raise RuntimeError(f"{op} has no backward: chunk_kda trains, or impl='reference' in eager mode differentiates")
@@ -508,6 +592,6 @@ def chunk_fwd_o_vk(
     scale = _scale(op, scale, q.shape[3])
     if wants_grad(q, v, h, *optional.values()):
         raise RuntimeError(f"{op} has no backward: chunk_kda trains, and chunk_output(impl='reference') differentiates")
-    impl = resolve_impl(op, "reference" if impl is None else impl, q)
+    impl = resolve_impl(op, impl, q)
     _CHUNK_FWD_O_VK_OP(q, k, v, o, h, g, gk, a_qk, scale, cu_seqlens, chunk_size, use_exp2, block_v, impl)
     return o

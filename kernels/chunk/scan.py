@@ -25,10 +25,12 @@ BLOCK_V = 64
 
 
 @triton.jit
-def output_tile(q_decayed, state, a_qk, v_new, scale, PRECISION: tl.constexpr):
+def output_tile(q_decayed, state, a_qk, v_new, scale, PRECISION: tl.constexpr, decay=None):
     """scale (q_decayed state + a_qk v_new): a chunk's output, FP32, for operands of one type; ``scale`` may be a
-    column."""
+    column. Where all channels decay alike, ``decay`` is that column, and q comes without it: no rounding between."""
     out = tl.dot(q_decayed, state, input_precision=PRECISION, out_dtype=tl.float32)
+    if decay is not None:
+        out *= decay
     out = tl.dot(a_qk, v_new, out, input_precision=PRECISION, out_dtype=tl.float32)
     return out * scale
 
