@@ -39,7 +39,7 @@ def locate_span(slot, cu_seqlens_ptr, T, N, SPAN: tl.constexpr, PACKED: tl.const
         tl.device_assert((begin >= 0) & (begin <= end) & (end <= T), "cu_seqlens must rise from 0 to at most T")
         position = tl.maximum((slot - (begin // SPAN + sequence)) * SPAN, 0)
         begin = tl.minimum(tl.maximum(begin, 0), T)
-        length = tl.maximum(tl.minimum(end, T) - begin, 0)
+        length = tl.minimum(tl.maximum(end, begin), T) - begin
         batch = 0 * sequence
     else:
         spans = tl.cdiv(T, SPAN)

@@ -28,10 +28,6 @@ MAX_KEY_WIDTH = 256
 CHUNK_SIZE = 64
 
 
-REFERENCE_ONLY: frozenset[str] = frozenset()
-"""Public functions whose Triton path is not written yet; impl=None means the reference for them on every device."""
-
-
 # Read once, as @triton.jit reads it; torch.compile cannot trace the look-up.
 _INTERPRETED = bool(knobs.runtime.interpret)
 
@@ -41,45 +37,33 @@ def interpreted() -> bool:
     return _INTERPRETED
 
 
-def resolve_impl(op: str, impl: str | None, tensor: Tensor, *, triton_ready: bool = True) -> str:
-    """The implementation that a call runs: "triton" or "reference".
+def implementation(op: str, impl: str | None, device: torch.device | str) -> str:
+    """What the public function ``op`` runs for tensors on ``device``: "triton" or "reference".
 
     Args:
         op: the public function's name, for messages.
         impl: None for "triton" on CUDA tensors and "reference" elsewhere, or one of the two.
-        tensor: any input; its device decides.
-        triton_ready: False for an operator whose Triton path is not written yet; None then means the reference.
+        device: the inputs'.
 
     Raises:
         ValueError: an unknown name, or "triton" for tensors that Triton cannot reach.
-        NotImplementedError: "triton" for an operator that has no Triton path yet.
     """
     if impl not in (None, "triton", "reference"):
         raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
-    if not triton_ready and impl == "triton":
-        raise NotImplementedError(f"{op}: the Triton path is not written yet; use impl='reference' (or None)")
-    return implementation(op, impl, tensor.device) if triton_ready else "reference"
-
-
-def implementation(op: str, impl: str | None, device: torch.device | str) -> str:
-    """What the public function ``op`` runs for tensors on ``device``: "triton" or "reference".
-
-    Raises:
-        ValueError, NotImplementedError: as the call itself would, for an ``impl`` that it cannot run there.
-    """
-    if impl not in (None, "triton", "reference"):
-        raise ValueError(f"{op}: impl must be None, 'triton' or 'reference', got {impl!r}")
-    ready, on_gpu = op not in REFERENCE_ONLY, torch.device(device).type == "cuda"
+    on_gpu = torch.device(device).type == "cuda"
     if impl is None:
-        return "triton" if on_gpu and ready else "reference"
-    if impl == "triton" and not ready:
-        raise NotImplementedError(f"{op}: the Triton path is not written yet; use impl='reference' (or None)")
+        return "triton" if on_gpu else "reference"
     if impl == "triton" and not on_gpu and not interpreted():
         raise ValueError(
             f"{op}: impl='triton' needs CUDA tensors, got one on {device} (TRITON_INTERPRET=1, set before "
             "titan_kda.kernels is imported, runs the kernels on the CPU for debugging)"
         )
     return impl
+
+
+def resolve_impl(op: str, impl: str | None, tensor: Tensor) -> str:
+    """The implementation that a call runs, from any of its inputs: see ``implementation``."""
+    return implementation(op, impl, tensor.device)
 
 
 def runs_eagerly() -> bool:
@@ -119,6 +103,34 @@ def check_device(op: str, name: str, tensor: Tensor, device: torch.device) -> No
         raise ValueError(f"{op}: {name} must be on {device} like the first input, got {tensor.device}")
 
 
+def check_floating(op: str, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"{op}: {name} must be a floating tensor, got {got}")
+
+
+def check_key_width(op: str, key_width: int) -> None:
+    if not 1 <= key_width <= MAX_KEY_WIDTH:
+        raise ValueError(f"{op}: K must be from 1 to {MAX_KEY_WIDTH}, got {key_width}")
+
+
+def check_slots(op: str, state: Tensor, state_indices: Tensor | None, sequences: int) -> None:
+    """Checks that a step can write its N sequences' slots of ``state`` (the indices' values stay on the device)."""
+    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape)):
+        raise ValueError(f"{op}: state is written to and must not be an expanded tensor, got stride {state.stride()}")
+    if state_indices is not None:
+        check_dtype(op, "state_indices", state_indices, (torch.int32,))
+        check_shape(op, "state_indices", state_indices, "[N]", (sequences,))
+        check_device(op, "state_indices", state_indices, state.device)
+    elif state.shape[0] < sequences:
+        raise ValueError(f"{op}: state must have a slot for each of {sequences} sequences, got {state.shape[0]}")
+
+
+def sequence_count(batch: int, cu_seqlens: Tensor | None) -> int:
+    """N: the rows of a dense batch, or the packed sequences."""
+    return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, batch: int, device: torch.device) -> int:
     """Checks the form of packed offsets (their values stay on the device) and returns N, the number of sequences."""
     check_dtype(op, "cu_seqlens", cu_seqlens, (torch.int32,))
@@ -156,12 +168,10 @@ def check_core_inputs(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(op, name, tensor, FLOAT_DTYPES)
     check_dtype(op, gate_name, gate, (torch.float32,))
-    if not isinstance(beta, Tensor) or not beta.is_floating_point():
-        raise TypeError(f"{op}: beta must be a floating tensor, got {getattr(beta, 'dtype', type(beta).__name__)}")
+    check_floating(op, "beta", beta)
     check_rank(op, "q", q, "[B, T, H, K]")
     batch, tokens, heads, key_width = q.shape
-    if not 1 <= key_width <= MAX_KEY_WIDTH:
-        raise ValueError(f"{op}: K must be from 1 to {MAX_KEY_WIDTH}, got {key_width}")
+    check_key_width(op, key_width)
     check_shape(op, "k", k, "[B, T, H, K]", q.shape)
     check_rank(op, "v", v, "[B, T, H, V]")
     check_shape(op, "v", v, "[B, T, H, V]", (batch, tokens, heads, v.shape[3]))

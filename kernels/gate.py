@@ -22,11 +22,11 @@ from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
     LOG2_E,
-    MAX_KEY_WIDTH,
     MIN_LOG2_DECAY,
     check_cu_seqlens,
     check_device,
     check_dtype,
+    check_key_width,
     check_lower_bound,
     check_rank,
     check_shape,
@@ -36,6 +36,7 @@ from ._operator import (
     resolve_impl,
     runs_eagerly,
     second_order_raises,
+    sequence_count,
     without_autocast,
 )
 from .reference import naive_bounded_gate_cumsum, naive_softplus_gate_cumsum
@@ -279,7 +280,7 @@ def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlen
     batch, tokens, heads, key_width = raw_gate.shape
     output = torch.empty(raw_gate.shape, dtype=torch.float32, device=raw_gate.device)
     packed = cu_seqlens is not None
-    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    sequences = sequence_count(batch, cu_seqlens)
     if raw_gate.numel() == 0 or sequences == 0:
         return output
     strides = raw_gate.stride()
@@ -319,7 +320,7 @@ def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu
     dA_log = A_log.new_empty(A_log.shape)
     ddt_bias = dt_bias.new_empty(dt_bias.shape)
     packed = cu_seqlens is not None
-    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    sequences = sequence_count(batch, cu_seqlens)
     if raw_gate.numel() == 0 or sequences == 0:
         return draw, dA_log.zero_(), ddt_bias.zero_()
     A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
@@ -451,8 +452,7 @@ def _check(op, raw_gate, A_log, dt_bias, chunk_size, cu_seqlens) -> None:
     check_dtype(op, "dt_bias", dt_bias, (torch.float32,))
     check_rank(op, "raw_gate", raw_gate, "[B, T, H, K]")
     batch, _, heads, key_width = raw_gate.shape
-    if not 1 <= key_width <= MAX_KEY_WIDTH:
-        raise ValueError(f"{op}: K must be from 1 to {MAX_KEY_WIDTH}, got {key_width}")
+    check_key_width(op, key_width)
     check_shape(op, "A_log", A_log, "[H]", (heads,))
     check_shape(op, "dt_bias", dt_bias, "[H, K]", (heads, key_width))
     check_device(op, "A_log", A_log, raw_gate.device)

@@ -25,17 +25,20 @@ from torch import Tensor
 from ._device import on_device
 from ._operator import (
     FLOAT_DTYPES,
-    MAX_KEY_WIDTH,
     check_core_inputs,
     check_device,
     check_dtype,
+    check_floating,
+    check_key_width,
     check_lower_bound,
     check_rank,
     check_shape,
+    check_slots,
     empty_like_optional,
     register,
     resolve_impl,
     runs_eagerly,
+    sequence_count,
     wants_grad,
     without_autocast,
 )
@@ -132,7 +135,7 @@ def _recurrent_kda_kernel(
         end = tl.load(cu_seqlens_ptr + sequence + 1)
         tl.device_assert((begin >= 0) & (begin <= end) & (end <= T), "recurrent_kda: cu_seqlens must rise from 0 to T")
         begin = tl.minimum(tl.maximum(begin, 0), T)
-        length = tl.minimum(end, T) - begin
+        length = tl.minimum(tl.maximum(end, begin), T) - begin
         batch = tl.zeros_like(sequence)
         first = begin.to(tl.int64)
     else:
@@ -329,7 +332,7 @@ def launch_recurrent_kda(
     """recurrent_kda on checked arguments; ``config`` overrides the tuned launch configuration."""
     batch, tokens, heads, key_width = q.shape
     value_width = v.shape[3]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = sequence_count(batch, cu_seqlens)
     output = torch.empty(batch, tokens, heads, value_width, dtype=q.dtype, device=q.device)
     final_state = empty_like_optional(
         q, output_final_state, (sequences, heads, key_width, value_width), torch.float32
@@ -512,7 +515,7 @@ def _recurrent_kda_kernel_impl(
 
 
 def _recurrent_kda_fake(q, k, v, gate, beta, initial_state, cu_seqlens, output_final_state, impl):
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = sequence_count(q.shape[0], cu_seqlens)
     output = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
     return output, empty_like_optional(q, output_final_state, shape, torch.float32)
@@ -647,20 +650,18 @@ def recurrent_kda_step(
     Raises:
         ValueError: shapes or devices that break the rules above, an unknown gate, a bad lower_bound or beta_scale.
         TypeError: a dtype outside the list.
-        RuntimeError: grad mode is on and an input requires grad; ``chunk_kda`` is the operator that trains.
+        RuntimeError: grad mode is on and an input requires grad, unless ``impl="reference"`` is named, which
+            differentiates when run eagerly. ``chunk_kda`` is the operator that trains.
     """
     op = "recurrent_kda_step"
     for name, tensor in (("q", q), ("k", k), ("v", v), ("raw_gate", raw_gate)):
         check_dtype(op, name, tensor, FLOAT_DTYPES)
-    if not isinstance(beta_logits, Tensor) or not beta_logits.is_floating_point():
-        got = getattr(beta_logits, "dtype", type(beta_logits).__name__)
-        raise TypeError(f"{op}: beta_logits must be a floating tensor, got {got}")
+    check_floating(op, "beta_logits", beta_logits)
     for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias), ("state", state)):
         check_dtype(op, name, tensor, (torch.float32,))
     check_rank(op, "q", q, "[N, H, K]")
     sequences, heads, key_width = q.shape
-    if not 1 <= key_width <= MAX_KEY_WIDTH:
-        raise ValueError(f"{op}: K must be from 1 to {MAX_KEY_WIDTH}, got {key_width}")
+    check_key_width(op, key_width)
     check_shape(op, "k", k, "[N, H, K]", q.shape)
     check_rank(op, "v", v, "[N, H, V]")
     value_width = v.shape[2]
@@ -673,17 +674,10 @@ def recurrent_kda_step(
     check_shape(op, "dt_bias", dt_bias, "[H, K]", (heads, key_width))
     check_rank(op, "state", state, "[slots, H, K, V]")
     check_shape(op, "state", state, "[slots, H, K, V]", (state.shape[0], heads, key_width, value_width))
-    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape)):
-        raise ValueError(f"{op}: state is written to and must not be an expanded tensor, got stride {state.stride()}")
     named = [("k", k), ("v", v), ("raw_gate", raw_gate), ("beta_logits", beta_logits), ("A_log", A_log)]
     for name, tensor in (*named, ("dt_bias", dt_bias), ("state", state)):
         check_device(op, name, tensor, q.device)
-    if state_indices is not None:
-        check_dtype(op, "state_indices", state_indices, (torch.int32,))
-        check_shape(op, "state_indices", state_indices, "[N]", (sequences,))
-        check_device(op, "state_indices", state_indices, q.device)
-    elif state.shape[0] < sequences:
-        raise ValueError(f"{op}: state must have a slot for each of N = {sequences} sequences, got {state.shape[0]}")
+    check_slots(op, state, state_indices, sequences)
     if gate not in GATES:
         raise ValueError(f"{op}: gate must be 'bounded' or 'softplus', got {gate!r}")
     lower_bound = check_lower_bound(op, "lower_bound", lower_bound)
@@ -692,23 +686,13 @@ def recurrent_kda_step(
     if not math.isfinite(beta_scale):
         raise ValueError(f"{op}: beta_scale must be finite, got {beta_scale}")
     chosen = resolve_impl(op, impl, q)
-    if wants_grad(q, k, v, raw_gate, beta_logits, A_log, dt_bias, state):
+    tensors = (q, k, v, raw_gate, beta_logits, A_log, dt_bias, state)
+    if wants_grad(*tensors) and (impl != "reference" or not runs_eagerly()):
         raise RuntimeError(
             f"{op} is for inference and does not differentiate, but an input requires grad: use chunk_kda to train, "
-            "or torch.no_grad() around the step"
+            "or torch.no_grad() around the step; impl='reference', run eagerly, differentiates too"
         )
-    return _recurrent_kda_step_op(
-        q,
-        k,
-        v,
-        raw_gate,
-        beta_logits,
-        A_log,
-        dt_bias,
-        state,
-        state_indices,
-        gate,
-        lower_bound,
-        float(beta_scale),
-        chosen,
-    )
+    settings = (state_indices, gate, lower_bound, float(beta_scale))
+    if chosen == "reference" and runs_eagerly():
+        return _recurrent_kda_step_reference(*tensors, *settings)
+    return _recurrent_kda_step_op(*tensors, *settings, chosen)

@@ -25,6 +25,8 @@ from ._operator import LOG2_E, MIN_LOG2_DECAY, read_offsets, without_autocast
 LN_2 = math.log(2.0)
 MAX_A_LOG = 88.72
 """exp of it is just inside FP32's range."""
+GRAD_LIMIT = 2.0**100
+"""A gate's gradient at one token is held below it: sums of such stay finite, where inf - inf would be NaN."""
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -411,13 +413,29 @@ def _log2_decay(raw_gate: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: f
     """Each token's log2 decay: bounded, or softplus without a lower bound."""
     # Clamped before exp: an infinite exp(A_log) would make NaN of a saturated gate's zero gradient.
     rate = A_log.clamp(max=MAX_A_LOG).exp().unsqueeze(-1)  # [H, 1]
-    x = raw_gate + dt_bias
+    x: Tensor = _HoldGradient.apply(raw_gate + dt_bias)  # pyright: ignore[reportAssignmentType]
     if lower_bound is not None:
         decay = LOG2_E * lower_bound * (rate * x).sigmoid()
     else:
         x = torch.where(x > -87, x, x.detach())  # further down the slope is 0 in FP32, and rate * gradient may be inf
         decay = -LOG2_E * (rate * torch.logaddexp(x, torch.zeros_like(x)))  # softplus, exact at both ends
     return torch.where(decay > MIN_LOG2_DECAY, decay, MIN_LOG2_DECAY)
+
+
+class _HoldGradient(torch.autograd.Function):
+    """x itself; its gradient is held within GRAD_LIMIT."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.clamp(-GRAD_LIMIT, GRAD_LIMIT)
 
 
 def _gate_cumsum(

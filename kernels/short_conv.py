@@ -28,6 +28,7 @@ from ._operator import (
     check_dtype,
     check_rank,
     check_shape,
+    check_slots,
     empty_like_optional,
     grad_or_none,
     reference_vjp,
@@ -35,6 +36,7 @@ from ._operator import (
     resolve_impl,
     runs_eagerly,
     second_order_raises,
+    sequence_count,
     wants_grad,
     without_autocast,
 )
@@ -440,7 +442,7 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     width = weight.shape[1]
     output = x.new_empty(x.shape)
     packed = cu_seqlens is not None
-    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    sequences = sequence_count(batch, cu_seqlens)
     final_state = empty_like_optional(x, output_final_state, (sequences, width - 1, channels), x.dtype)
     if tokens == 0 and output_final_state:
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
@@ -486,7 +488,7 @@ def _backward_triton(
     dweight = weight.new_empty(weight.shape)
     dinitial = x.new_empty([0] if initial_state is None else initial_state.shape)
     packed = cu_seqlens is not None
-    sequences = cu_seqlens.shape[0] - 1 if packed else batch
+    sequences = sequence_count(batch, cu_seqlens)
     if tokens == 0 and initial_state is not None:
         dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
     block, blocks, warps = launch.over(channels, width)
@@ -582,8 +584,7 @@ def _reference(x, weight, activation, cu_seqlens, initial_state, output_final_st
 
 
 def _state_shape(x, weight, cu_seqlens):
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return sequences, weight.shape[1] - 1, x.shape[2]  # [N, W - 1, C]
+    return sequence_count(x.shape[0], cu_seqlens), weight.shape[1] - 1, x.shape[2]  # [N, W - 1, C]
 
 
 def _forward(x, weight, activation, cu_seqlens, initial_state, output_final_state, impl):
@@ -785,12 +786,7 @@ def causal_conv1d_step(
     check_rank(op, "state", state, "[slots, W - 1, C]")
     check_shape(op, "state", state, "[slots, W - 1, C]", (state.shape[0], weight.shape[1] - 1, x.shape[1]))
     check_device(op, "state", state, x.device)
-    if state_indices is not None:
-        check_dtype(op, "state_indices", state_indices, (torch.int32,))
-        check_shape(op, "state_indices", state_indices, "[N]", (x.shape[0],))
-        check_device(op, "state_indices", state_indices, x.device)
-    elif x.shape[0] > state.shape[0]:
-        raise ValueError(f"{op}: state must have a slot for each of {x.shape[0]} sequences, got {state.shape[0]}")
+    check_slots(op, state, state_indices, x.shape[0])
     if wants_grad(x, weight, state) and not (impl == "reference" and runs_eagerly()):
         raise RuntimeError(
             f"{op} is for inference and an input requires grad: train with causal_conv1d (and chunk_kda), or call it "

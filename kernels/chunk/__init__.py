@@ -41,6 +41,7 @@ from .._operator import (
     resolve_impl,
     runs_eagerly,
     second_order_raises,
+    sequence_count,
     wants_grad,
 )
 from ..reference import naive_chunk_kda, naive_l2norm
@@ -111,6 +112,10 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    return sequence_count(q.shape[0], cu_seqlens), q.shape[2], q.shape[3], v.shape[3]  # [N, H, K, V]
+
+
 def _nothing_to_do(v: Tensor, cu_seqlens: Tensor | None) -> bool:
     return v.numel() == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] == 1)
 
@@ -128,9 +133,8 @@ def _triton(
     gate_lower_bound: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     if _nothing_to_do(v, cu_seqlens):
-        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        state_shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
-        state = cumulative_gate.new_zeros(state_shape) if initial_state is None else initial_state.clone()
+        no_state = cumulative_gate.new_zeros(_state_shape(q, v, cu_seqlens))
+        state = no_state if initial_state is None else initial_state.clone()
         return q.new_zeros(v.shape), state if output_final_state else None
     q, k, v, cumulative_gate, beta, initial_state = _contiguous(q, k, v, cumulative_gate, beta, initial_state)
     with on_device(q):
@@ -211,8 +215,7 @@ def _forward(
 def _forward_fake(
     q, k, v, cumulative_gate, beta, initial_state, cu_seqlens, output_final_state, fuse_q_l2norm, gate_lower_bound, impl
 ):
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state_shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
+    state_shape = _state_shape(q, v, cu_seqlens)
     return q.new_empty(v.shape), empty_like_optional(q, output_final_state, state_shape, torch.float32)
 
 

@@ -290,6 +290,18 @@ def test_prefill_then_decode(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_state_handed_from_recurrent_to_chunk(impl):
+    """A prompt read in two pieces, the first by recurrent_kda: one recurrent scan."""
+    inputs = core_inputs(1, 75, 2, 16, 8)
+    want, want_state = recurrent_kda(**inputs, output_final_state=True, impl=impl)
+    parts = [{n: x if n == "initial_state" else x[:, r] for n, x in inputs.items()} for r in (slice(5), slice(5, 75))]
+    first, parts[1]["initial_state"] = recurrent_kda(**parts[0], output_final_state=True, impl=impl)
+    second, state = chunk_kda(**to_chunk(parts[1]), output_final_state=True, impl=impl)
+    check("output", torch.cat([first, second], 1), want, "fp32_chunk", "o")
+    check("state", state, want_state, "fp32_chunk", "state")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_views_in_and_nothing_written(impl):
     """Slices of one projection, transposed and expanded tensors, and an expanded gradient give what copies give."""
     function = functools.partial(chunk_kda, impl=impl)
@@ -536,8 +548,9 @@ def test_bad_shapes():
     wide = torch.zeros(1, 1, 1, 257)
     with error(ValueError, "K must be from 1 to 256, got 257"):
         chunk_kda(wide, wide, wide, wide, wide[..., 0])
-    with error(ValueError, "v must be on cpu", "got meta"):
-        call(v=good["v"].to("meta"))
+    for name in ("k", "v", "cumulative_gate", "beta", "initial_state"):
+        with error(ValueError, f"{name} must be on cpu", "got meta"):
+            call(**{name: good[name].to("meta")})
 
 
 def test_bad_packs():
@@ -555,6 +568,8 @@ def test_bad_packs():
         call([0, 6])
     with error(ValueError, "cu_seqlens must be", "N . 1", "2 dimension"):
         call(offsets([6]).unsqueeze(0))
+    with error(ValueError, "cu_seqlens must be on cpu", "got meta"):
+        call(offsets([6]).to("meta"))
     with error(ValueError, "cu_seqlens must be contiguous"):
         call(offsets([1, 2, 3])[::2])
     with error(ValueError, "cu_seqlens must hold at least the offset 0"):

@@ -152,8 +152,6 @@ def test_every_finite_A_log_gives_finite_gates_and_no_nan(impl, gate, A_log):
     raw_gate = raw.repeat(2).reshape(1, 22, 1, 1).to(DEVICE)
     inputs = (raw_gate, torch.tensor([A_log], device=DEVICE), torch.zeros(1, 1, device=DEVICE))
     grad = torch.cat([torch.ones(11), -torch.ones(11)]).reshape(1, 22, 1, 1).to(DEVICE)
-    if impl == "reference":  # at zero itself the derivative, exp(A_log), leaves FP32; the kernel holds that too
-        raw_gate[raw_gate.abs() < 1e-6] = 1e-3
     output, grads = run(GATES[gate][0], inputs, grad, chunk_size=1, impl=impl)
     assert torch.isfinite(output).all() and (output >= -256).all() and (output <= 0).all()
     assert not any(torch.isnan(x).any() for x in grads), grads
@@ -237,7 +235,8 @@ BAD = {
     "offsets rank": (ValueError, "cu_seqlens", lambda r, A, b: ((r, A, b), dict(cu_seqlens=offsets([3])[None]))),
     "batch": (ValueError, "B must be 1", lambda r, A, b: ((r.repeat(2, 1, 1, 1), A, b), dict(cu_seqlens=offsets([3])))),
     "impl": (ValueError, "impl", lambda r, A, b: ((r, A, b), dict(impl="cuda"))),
-    "device": (ValueError, "A_log must be on", lambda r, A, b: ((r, A.to("meta"), b), {})),
+    "A_log's device": (ValueError, "A_log must be on", lambda r, A, b: ((r, A.to("meta"), b), {})),
+    "dt_bias's device": (ValueError, "dt_bias must be on", lambda r, A, b: ((r, A, b.to("meta")), {})),
 }
 
 

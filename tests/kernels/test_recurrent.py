@@ -185,19 +185,20 @@ def test_tiles_change_no_bit():
     assert_tiles_agree(16, 40, 2, "fp32")
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("cut", [1, 3])
 @pytest.mark.parametrize("with_state", [True, False])
-def test_a_state_handed_over_gives_the_bits_of_one_call(cut, with_state):
+def test_a_state_handed_over_gives_the_bits_of_one_call(cut, with_state, impl):
     inputs = recurrence_inputs(2, 5, 2, 16, 8)
     if not with_state:
         inputs["initial_state"] = None
-    output, state = recurrent_kda(**inputs, output_final_state=True, impl="triton")
+    output, state = recurrent_kda(**inputs, output_final_state=True, impl=impl)
     tokens = ("q", "k", "v", "gate", "beta")
     first, handed = recurrent_kda(
-        *(inputs[name][:, :cut] for name in tokens), inputs["initial_state"], output_final_state=True, impl="triton"
+        *(inputs[name][:, :cut] for name in tokens), inputs["initial_state"], output_final_state=True, impl=impl
     )
     second, last = recurrent_kda(
-        *(inputs[name][:, cut:] for name in tokens), handed, output_final_state=True, impl="triton"
+        *(inputs[name][:, cut:] for name in tokens), handed, output_final_state=True, impl=impl
     )
     assert torch.equal(torch.cat([first, second], 1), output) and torch.equal(last, state)
 
@@ -335,8 +336,9 @@ def test_bad_input_is_refused_by_name():
         call(initial_state=good["initial_state"][:1])
     with raises(ValueError, "recurrent_kda: B must be 1"):
         call(cu_seqlens=offsets([3, 3]))
-    with raises(ValueError, "recurrent_kda: v", "meta"):
-        call(v=good["v"].to("meta"))
+    for name in ("k", "v", "gate", "beta", "initial_state"):
+        with raises(ValueError, f"recurrent_kda: {name} must be on", "meta"):
+            call(**{name: good[name].to("meta")})
     with raises(ValueError, "recurrent_kda: K", "257"):
         wide = recurrence_inputs(1, 1, 1, 257, 4)
         recurrent_kda(**wide)
@@ -348,6 +350,8 @@ def test_bad_input_is_refused_by_name():
     packed = recurrence_inputs(1, 4, 2, 16, 8, sequences=2)
     with raises(TypeError, "recurrent_kda: cu_seqlens", "int64"):
         recurrent_kda(**packed, cu_seqlens=offsets([2, 2]).long())
+    with raises(ValueError, "recurrent_kda: cu_seqlens must be on", "meta"):
+        recurrent_kda(**packed, cu_seqlens=offsets([2, 2]).to("meta"))
     with raises(ValueError, "recurrent_kda: cu_seqlens", "contiguous"):
         recurrent_kda(**packed, cu_seqlens=offsets([1, 1, 1, 1])[::2])
     with raises(ValueError, "recurrent_kda: initial_state"):
@@ -482,14 +486,31 @@ def test_step_of_no_sequences():
         assert recurrent_kda_step(**none, impl=impl).shape == (0, 2, 8)
 
 
-def test_step_refuses_gradients_everywhere():
-    inputs = step_inputs(1, 2, 16, 8)
+def test_step_refuses_gradients_but_for_the_explicit_reference():
+    inputs = step_inputs(2, 2, 16, 8)
     inputs["A_log"].requires_grad_()  # as a module's parameter is
-    for impl in (None, *IMPLS):
+    for impl in (None, "triton"):
         with raises(RuntimeError, "recurrent_kda_step", "chunk_kda"):
             recurrent_kda_step(**inputs, impl=impl)
     with torch.no_grad():
         recurrent_kda_step(**inputs)
+    wide = {name: x.detach().double() for name, x in inputs.items()}
+    wanted = [wide[name].requires_grad_() for name in wide if name != "state"]
+    naive_recurrent_kda_step(**wide).square().sum().backward()
+    leaves = [inputs[name].requires_grad_() for name in inputs if name != "state"]
+    found = torch.autograd.grad(recurrent_kda_step(**inputs, impl="reference").square().sum(), leaves)
+    for got, want in zip(found, wanted):
+        check("gradient", got, want.grad, "fp32", "gate_grad")
+
+
+def test_step_without_indices_takes_the_first_slots():
+    for impl in IMPLS:
+        inputs = step_inputs(2, 2, 16, 8, slots=4)
+        pool = inputs["state"]
+        alone = {name: x[:2].clone() if name == "state" else x for name, x in inputs.items()}
+        assert torch.equal(recurrent_kda_step(**inputs, impl=impl), recurrent_kda_step(**alone, impl=impl))
+        assert torch.equal(pool[:2], alone["state"])
+        assert torch.equal(pool[2:], step_inputs(2, 2, 16, 8, slots=4)["state"][2:])
 
 
 def test_step_refuses_bad_input_by_name():
@@ -530,6 +551,11 @@ def test_step_refuses_bad_input_by_name():
         call(state=good["state"][:1].expand(2, -1, -1, -1))
     with raises(ValueError, "recurrent_kda_step: state_indices", r"\[1\]"):
         call(state_indices=indices[:1])
+    for name in ("k", "v", "raw_gate", "beta_logits", "A_log", "dt_bias", "state"):
+        with raises(ValueError, f"recurrent_kda_step: {name} must be on", "meta"):
+            call(**{name: good[name].to("meta")})
+    with raises(ValueError, "recurrent_kda_step: state_indices must be on", "meta"):
+        call(state_indices=indices.to("meta"))
     with raises(ValueError, "recurrent_kda_step: gate", "sigmoid"):
         call(gate="sigmoid")
     for bad in (0.0, 1.0, -float("inf"), float("nan")):

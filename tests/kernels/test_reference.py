@@ -82,6 +82,21 @@ def test_one_channel_by_hand():
         assert output.item() == -3.0 and state.item() == -1.0
 
 
+@pytest.mark.parametrize("naive", [naive_recurrent_kda, naive_chunk_kda])
+@pytest.mark.parametrize("dtype", [torch.float32, FP64])
+def test_computed_and_returned_in_the_inputs_type(naive, dtype):
+    inputs = core_inputs(1, 70, 1, 8, 6, dtype=dtype)
+    inputs = to_chunk(inputs) if naive is naive_chunk_kda else inputs
+    wide = {name: x.double() for name, x in inputs.items()}
+    grads = random(1, 70, 1, 6, dtype=dtype), random(1, 1, 8, 6, dtype=dtype)
+    found = results(naive, inputs, None, *grads)
+    want = results(naive, wide, None, *(x.double() for x in grads))
+    pairs = [*zip(found[:2], want[:2]), *zip(found[2].values(), want[2].values())]
+    assert all(x.dtype == dtype for x, _ in pairs)
+    errors = [max_error(x, y) for x, y in pairs]
+    assert max(errors) == 0 if dtype == FP64 else 0 < max(errors) < 1e-4  # FP32 arithmetic, not a rounded FP64
+
+
 @pytest.mark.parametrize("channels", [slice(None), slice(0, 3)])
 def test_a_gate_of_minus_infinity_resets(channels):
     """As if the state's rows had been zero there: a NaN from inf, or a decay that only nears zero, would show."""

@@ -260,6 +260,12 @@ BAD = {
     "activation": (ValueError, "activation must be", lambda x, w, s: ((x, w), dict(activation="relu"))),
     "batch": (ValueError, "B must be 1", lambda x, w, s: ((x.repeat(2, 1, 1), w), dict(cu_seqlens=offsets([3])))),
     "device": (ValueError, "weight must be on", lambda x, w, s: ((x, w.to("meta")), {})),
+    "state's": (ValueError, "initial_state must be on", lambda x, w, s: ((x, w), dict(initial_state=s.to("meta")))),
+    "offsets'": (
+        ValueError,
+        "cu_seqlens must be on",
+        lambda x, w, s: ((x, w), dict(cu_seqlens=offsets([3]).to("meta"))),
+    ),
     "impl": (ValueError, "impl", lambda x, w, s: ((x, w), dict(impl="cudnn"))),
     "wide filter": (ValueError, "at most 8 taps", lambda x, w, s: ((x, w.repeat(1, 9)), dict(impl="triton"))),
     "unknown keyword": (TypeError, "unexpected keyword", lambda x, w, s: ((x, w), dict(bias=None))),
@@ -388,6 +394,8 @@ STEP_BAD = {
     "state width": (ValueError, "state must be", lambda x, w, s: ((x, w, s[:, 1:]), {})),
     "state channels": (ValueError, "state must be", lambda x, w, s: ((x, w, s[..., 1:]), {})),
     "slots": (ValueError, "a slot for each of 3", lambda x, w, s: ((x, w, s[:2]), {})),
+    "expanded": (ValueError, "must not be an expanded", lambda x, w, s: ((x, w, s[:1].expand(3, -1, -1)), {})),
+    "device": (ValueError, "state must be on", lambda x, w, s: ((x, w, s.to("meta")), {})),
     "indices dtype": (TypeError, "state_indices", lambda x, w, s: ((x, w, s), dict(state_indices=torch.arange(3)))),
     "indices shape": (ValueError, "state_indices", lambda x, w, s: ((x, w, s), dict(state_indices=offsets([1])))),
 }
