@@ -111,7 +111,7 @@ def test_files_that_are_no_job(tmp_path, text, message):
         ({"experimental.custom_import": None}, '[experimental] needs custom_import = "titan_kda.register"'),
         ({"experimental.custom_import": "nothing"}, '[experimental] needs custom_import = "titan_kda.register"'),
         ({"model.name": "llama3"}, "model.name must be 'titan_kda', got 'llama3'"),
-        ({"model.flavor": "340m"}, "model.flavor must be one of debugmodel, 340M, 1.3B, got '340m'"),
+        ({"model.flavor": "340m"}, "model.flavor must be one of debugmodel, 340M, 1.3B, kimi_linear_debug,"),
         # backends
         ({"kda.train_backend": "recurrent"}, "train_backend must be 'chunk'"),
         ({"kda.train_backend": "parallel"}, "train_backend must be one of auto, chunk, recurrent, got 'parallel'"),

@@ -37,6 +37,13 @@ def _set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def _fill_indices(*args: Any, **launch: Any) -> torch.Tensor:
+    """Where each expert's tokens go, by torchtitan's own loop in place of its Triton kernel."""
+    from torchtitan.models.moe.kernels import fill_indices_cpu
+
+    return fill_indices_cpu(*args)
+
+
 def use_cpu_if_no_accelerator() -> bool:
     """Switches torchtitan to the CPU where there is no accelerator; returns whether it did. Safe to call twice."""
     if torch.accelerator.is_available():
@@ -49,6 +56,7 @@ def use_cpu_if_no_accelerator() -> bool:
     from torchtitan.components import metrics
     from torchtitan.distributed import parallel_dims
     from torchtitan.distributed import utils as distributed_utils
+    from torchtitan.models.moe import kernels as moe_kernels
     from torchtitan.tools import utils
 
     # Each of these modules copied the device's type, or its module, when it was imported.
@@ -58,4 +66,5 @@ def use_cpu_if_no_accelerator() -> bool:
                 setattr(module, name, value)
     metrics.build_device_memory_monitor = _HostMemory  # it asks the device for its memory
     distributed_utils.set_pg_timeouts = _set_pg_timeouts
+    moe_kernels.fill_indices_wrapper = _fill_indices
     return True

@@ -70,6 +70,22 @@ def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return o[0].transpose(0, 1)
 
 
+def _one_document_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """By the formula: autograd does not record inside an operator. P = softmax(scale q k^T) is formed again."""
+    groups = k.shape[1]
+    # [T, H, D] to [G, H / G, T, D]; keys and values serve each of a group's heads.
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, do = (tensor.to(dtype).unflatten(1, (groups, -1)).permute(1, 2, 0, 3) for tensor in (q, do))
+    k, v = (tensor.to(dtype).transpose(0, 1)[:, None] for tensor in (k, v))
+    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(k.shape[2] - q.shape[2] + 1)
+    p = torch.softmax((q @ k.mT * scale).masked_fill(future, -float("inf")), -1)
+    dp = do @ v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    dq = (ds @ k).permute(2, 0, 1, 3).flatten(1, 2)
+    dk, dv = ((weights.mT @ rows).sum(1).transpose(0, 1) for weights, rows in ((ds, q), (p, do)))
+    return dq, dk, dv
+
+
 @torch.library.custom_op("titan_kda::document_attention", mutates_args=())
 def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
     """Causal attention inside packed sequences, one product a sequence; reads the offsets on the host.
@@ -100,10 +116,7 @@ def _document_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, seen in _spans(cu_q, cu_k):
-        inputs = [tensor.detach().requires_grad_() for tensor in (q[rows], k[seen], v[seen])]
-        with torch.enable_grad():
-            o = _one_document(inputs[0], inputs[1], inputs[2], scale)
-        dq[rows], dk[seen], dv[seen] = torch.autograd.grad(o, inputs, do[rows])
+        dq[rows], dk[seen], dv[seen] = _one_document_backward(do[rows], q[rows], k[seen], v[seen], scale)
     return dq, dk, dv
 
 

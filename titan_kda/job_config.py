@@ -235,6 +235,8 @@ _AT_LEAST = {
     "optimizer.lr": 0,
     "lr_scheduler.warmup_steps": 0,
     "parallelism.tensor_parallel_degree": 1,
+    "parallelism.expert_parallel_degree": 1,
+    "parallelism.expert_tensor_parallel_degree": 1,
     "parallelism.data_parallel_replicate_degree": 1,
     "generation.max_prompt_tokens": 1,
 }
@@ -242,7 +244,6 @@ _AT_LEAST_IF_VALIDATING = {"validation.freq": 1, "validation.seq_len": 1, "valid
 _MUST_BE_ONE = {
     "parallelism.context_parallel_degree": "KDA layers do not have context parallelism yet",
     "parallelism.pipeline_parallel_degree": "these models do not have pipeline stages yet",
-    "parallelism.expert_parallel_degree": "these models have no experts",
 }
 
 
@@ -275,10 +276,14 @@ def check_job(job_config: Any) -> None:
         raise JobError(f"optimizer.name must be 'Adam' or 'AdamW', got {job_config.optimizer.name!r}")
     args = model_args_of(job_config)
     tp = job_config.parallelism.tensor_parallel_degree
-    if args.n_heads % tp:
-        raise JobError(
-            f"parallelism.tensor_parallel_degree must divide the number of heads: got {tp} with {args.n_heads} heads"
-        )
+    mixers = args.mixers()
+    heads = {"kda": args.n_heads, "mla": args.full_heads, "gqa": args.group_heads}
+    for name, count in heads.items():
+        if name in mixers and count % tp:
+            raise JobError(
+                f"parallelism.tensor_parallel_degree must divide the number of heads: got {tp} with {count} heads"
+            )
+    _check_experts(job_config, args)
     for name in ("training.seq_len", "validation.seq_len"):
         if _setting(job_config, name) % tp and (name != "validation.seq_len" or job_config.validation.enable):
             raise JobError(f"{name} must be a multiple of tensor_parallel_degree = {tp}")
@@ -292,6 +297,40 @@ def check_job(job_config: Any) -> None:
         if not generation.prompts:
             raise JobError("generation.prompts must hold at least one prompt")
         check_sampling(generation)
+
+
+def _check_experts(job_config: Any, args: Any) -> None:
+    parallelism = job_config.parallelism
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    tp = parallelism.tensor_parallel_degree
+    if not any(args.has_experts(layer) for layer in range(args.n_layers)):
+        if ep != 1:
+            raise JobError(f"parallelism.expert_parallel_degree must be 1, got {ep}: this model has no experts")
+        return
+    if args.num_experts % ep:
+        raise JobError(
+            f"parallelism.expert_parallel_degree must divide the number of experts: got {ep} with "
+            f"{args.num_experts} experts"
+        )
+    # torchtitan 0.2.2 can split tokens over the tensor-parallel ranks instead; what comes before then loses gradient.
+    needed = tp if ep > 1 else 1
+    if etp != needed:
+        raise JobError(
+            f"parallelism.expert_tensor_parallel_degree must be {needed}, got {etp}: with expert parallelism it is "
+            "tensor_parallel_degree, without it 1"
+        )
+    if args.expert_width % tp:
+        raise JobError(
+            f"parallelism.tensor_parallel_degree must divide the experts' width: got {tp} with expert_width = "
+            f"{args.expert_width}"
+        )
+    if parallelism.expert_parallel_comm_backend != "standard":
+        raise JobError(
+            f"parallelism.expert_parallel_comm_backend must be 'standard', got "
+            f"{parallelism.expert_parallel_comm_backend!r}"
+        )
+    if ep > 1 and job_config.optimizer.early_step_in_backward:
+        raise JobError("optimizer.early_step_in_backward does not combine with expert parallelism")
 
 
 def check_layout(job_config: Any, processes: int) -> None:
@@ -308,6 +347,13 @@ def check_layout(job_config: Any, processes: int) -> None:
         raise JobError(
             f"parallelism: tensor_parallel_degree {tp} x data_parallel_replicate_degree {replicate} x "
             f"data_parallel_shard_degree {given} does not make the number of processes, {processes}"
+        )
+    ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
+    if ep > 1 and (shard < 2 or shard * tp % (ep * etp)):
+        raise JobError(
+            f"parallelism.expert_parallel_degree: {ep} x expert_tensor_parallel_degree {etp} must divide "
+            f"data_parallel_shard_degree {shard} x tensor_parallel_degree {tp}, and data_parallel_shard_degree must be "
+            "at least 2"
         )
     if replicate > 1 and shard == 1 and tp > 1:
         raise JobError(

@@ -353,6 +353,11 @@ class Block(nn.Module):
         return x + feed_forward(self.ffn_norm(x))
 
 
+def unwrapped(module: Any) -> Any:
+    """A module without the wrapper that ``torch.compile`` puts around it."""
+    return getattr(module, "_orig_mod", module)
+
+
 class TiedHead(nn.Module):
     """The output projection by the embedding's own weight; it has no parameter."""
 
@@ -450,7 +455,7 @@ class Decoder(ModelProtocol):
         """Logs, the first time each phase runs, which backend and implementation it runs on."""
         kinds: set[type] = set()
         for i, layer in enumerate(self.layers.values()):
-            mixer = cast(Block, layer).mixer
+            mixer = unwrapped(cast(Block, layer).mixer)
             if type(mixer) in kinds:
                 continue
             kinds.add(type(mixer))

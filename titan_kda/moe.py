@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.moe import FeedForward, MoE, MoEArgs
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter, TokenReorderer
 
@@ -33,11 +34,20 @@ def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
 
 
 class Gate(nn.Linear):
-    """The router's projection in FP32, whatever the model runs in: two close scores round to one in 16 bits."""
+    """The router's projection in FP32, whatever the model runs in: two close scores round to one in 16 bits.
+
+    Under tensor parallelism each rank weighs its own part of the experts' output, so that it has its own part of the
+    scores' gradient. torchtitan's plan takes that for the whole (0.2.2); here it is summed over the ranks.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.weight.float())
+            scores = F.linear(x.float(), self.weight.float())
+        if isinstance(scores, DTensor):
+            mesh, placements = scores.device_mesh, scores.placements
+            local = scores.to_local(grad_placements=[Partial()] * mesh.ndim)
+            scores = DTensor.from_local(local, mesh, placements, run_check=False)
+        return scores
 
 
 class Router(TokenChoiceTopKRouter):

@@ -1,10 +1,13 @@
 """How the decoder is spread over devices, in torchtitan's order: TP, activation checkpointing, compile, FSDP or DDP.
 
 Tensor parallelism splits a KDA layer by heads: projections into heads are split by column with their convolutions,
-A_log and dt_bias; the low-rank projections before them are replicated; the output projection is split by row. Between
-layers the stream is split along the sequence.
+A_log and dt_bias; the low-rank projections before them are replicated; the output projection is split by row. Full
+attention is split by heads too, MLA's latent replicated. Between layers the stream is split along the sequence. Experts
+are spread by torchtitan's own plans: whole experts over the ranks of an expert-parallel group, which borrows
+data-parallel ranks, or every expert's width over the tensor-parallel ones.
 """
 
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -29,17 +32,25 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import NoParallel, ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_moe_ep_tp
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from .attention import KimiDeltaAttention
-from .model import Block, Decoder, TiedHead
+from .full_attention import GroupedQueryAttention, LatentAttention
+from .model import Block, Decoder, TiedHead, unwrapped
 
-# What selective activation checkpointing keeps: products of matrices, the core, and what a collective brought.
+# What selective activation checkpointing keeps: products of matrices, the cores, and what a collective brought.
 _SAVED_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.titan_kda.chunk_kda.default,
+    torch.ops.titan_kda.document_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops.aten.max.default,
 }
 
@@ -57,13 +68,25 @@ class ShardHeads(ParallelStyle):
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) -> nn.Module:
     """torchtitan's ``parallelize_fn``; the model is on the meta device."""
     decoder = cast(Decoder, model)
-    for line in decoder.model_args.backends().describe(utils.device_type):
-        logger.info(line)
+    blocks = [cast(Block, layer) for layer in decoder.layers.values()]
+    experts = any(block.moe_enabled for block in blocks)
+    if any(isinstance(block.mixer, KimiDeltaAttention) for block in blocks):
+        for line in decoder.model_args.backends().describe(utils.device_type):
+            logger.info(line)
 
     if parallel_dims.tp_enabled:
         mesh = parallel_dims.get_mesh("tp")
         apply_tp(decoder, mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
         maybe_enable_async_tp(job_config, mesh)
+    if experts and (parallel_dims.tp_enabled or parallel_dims.ep_enabled):
+        apply_moe_ep_tp(
+            decoder,
+            tp_mesh=parallel_dims.get_optional_mesh("tp"),
+            ep_mesh=parallel_dims.get_optional_mesh("ep"),
+            etp_mesh=parallel_dims.get_optional_mesh("etp"),
+            ep_etp_mesh=parallel_dims.get_optional_mesh(["ep", "etp"]),
+        )
+        logger.info(f"Spread the experts: expert parallel {parallel_dims.ep}, tensor parallel {parallel_dims.tp}")
 
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
@@ -74,7 +97,11 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
             op_sac_save_list=_SAVED_OPERATORS,
             base_folder=job_config.job.dump_folder,
         )
-    if compiled:
+    if compiled and experts:
+        # An expert's tokens are not known to a graph: torchtitan compiles such a layer's parts around the dispatch.
+        apply_compile(decoder, job_config.compile, parallel_dims.ep_enabled)
+        logger.info("Compiling each layer with torch.compile, a mixture of experts in parts")
+    elif compiled:
         for name, layer in decoder.layers.named_children():
             block = torch.compile(layer, backend=job_config.compile.backend, fullgraph=True)
             decoder.layers.register_module(name, cast(nn.Module, block))
@@ -92,7 +119,8 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
             raise RuntimeError("DDP (data_parallel_replicate_degree) does not combine with TP; use FSDP with TP")
         if compiled:
             torch._dynamo.config.optimize_ddp = "ddp_optimizer"
-        replicate(decoder, device_mesh=mesh, bucket_cap_mb=100)
+        # Buffers are counts and biases of the experts: each rank counts its own tokens, and all make the same bias.
+        replicate(decoder, device_mesh=mesh, bucket_cap_mb=100, broadcast_buffers=False)
         cast(Any, decoder).register_comm_hook(mesh.get_group(), _sum_gradients)
         logger.info("Applied DDP to the model")
     return decoder
@@ -143,18 +171,51 @@ def apply_tp(decoder: Decoder, mesh: DeviceMesh, loss_parallel: bool) -> None:
         plan: dict[str, ParallelStyle] = {
             "mixer_norm": SequenceParallel(),
             "ffn_norm": SequenceParallel(),
-            "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-            "feed_forward.w3": ColwiseParallel(),
         }
+        if not block.moe_enabled:
+            plan |= {
+                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+                "feed_forward.w3": ColwiseParallel(),
+            }
         if isinstance(block.mixer, KimiDeltaAttention):
-            plan |= {f"mixer{name}": style for name, style in kda_plan(block.mixer).items()}
+            mixer_plan = kda_plan(block.mixer)
+        elif isinstance(block.mixer, LatentAttention):
+            mixer_plan = latent_plan()
+        elif isinstance(block.mixer, GroupedQueryAttention):
+            mixer_plan = grouped_query_plan()
         else:
             raise NotImplementedError(f"tensor parallelism has no plan for {type(block.mixer).__name__}")
+        plan |= {f"mixer{name}": style for name, style in mixer_plan.items()}
         parallelize_module(block, mesh, plan)
     decoder.sequence_width = mesh.size()
-    logger.info("Applied tensor parallelism to the model, KDA layers by heads")
+    logger.info("Applied tensor parallelism to the model, attention layers by heads")
+
+
+def _mixer_input() -> ParallelStyle:
+    """Gathers what a mixer reads along the sequence; the other arguments are no tensors, or whole on every rank."""
+    return PrepareModuleInput(
+        input_layouts=(Shard(1), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+    )
+
+
+def latent_plan() -> dict[str, ParallelStyle]:
+    """The plan of one MLA layer; "" is the layer itself."""
+    return {
+        "": _mixer_input(),
+        ".wq": ColwiseParallel(),
+        ".wkv_a": NoParallel(use_local_output=False),
+        ".kv_norm": NoParallel(use_local_output=False),
+        ".wkv_b": ColwiseParallel(),
+        ".wo": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def grouped_query_plan() -> dict[str, ParallelStyle]:
+    """The plan of one GQA layer; "" is the layer itself."""
+    into_heads: dict[str, ParallelStyle] = {f".{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    return {"": _mixer_input(), **into_heads, ".wo": RowwiseParallel(output_layouts=Shard(1))}
 
 
 def kda_plan(layer: KimiDeltaAttention) -> dict[str, ParallelStyle]:
@@ -171,10 +232,7 @@ def kda_plan(layer: KimiDeltaAttention) -> dict[str, ParallelStyle]:
     else:
         low_rank[".g_proj"] = ColwiseParallel()
     return {
-        "": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None, None),
-            desired_input_layouts=(Replicate(), None, None, None),
-        ),
+        "": _mixer_input(),
         **into_heads,
         **low_rank,
         ".q_conv": ShardHeads(),
@@ -187,7 +245,10 @@ def kda_plan(layer: KimiDeltaAttention) -> dict[str, ParallelStyle]:
 
 
 def apply_fsdp(decoder: Decoder, parallel_dims: ParallelDims, job_config: Any) -> None:
-    """FSDP2, or HSDP with a replicate degree: one unit a layer, and an FP32 unit for each forget gate."""
+    """FSDP2, or HSDP with a replicate degree: one unit a layer, and an FP32 unit for each forget gate.
+
+    Under expert parallelism a layer's experts are a unit of their own, over the ranks that hold the same ones.
+    """
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     mesh = parallel_dims.get_mesh(names)
     training = job_config.training
@@ -211,13 +272,25 @@ def apply_fsdp(decoder: Decoder, parallel_dims: ParallelDims, job_config: Any) -
     if not tied:  # a tied embedding stays in the root's unit, which is gathered from the first use to the last
         fully_shard(decoder.tok_embeddings, mp_policy=policy, reshard_after_forward=reshard, **shared)
     for layer in decoder.layers.values():
-        mixer = cast(Block, layer).mixer
+        mixer = unwrapped(cast(Block, layer).mixer)
         if isinstance(mixer, KimiDeltaAttention):
             # Gathered by the model before the layer's own unit, and kept: 4 (1 + K) bytes a head.
             fp32 = MixedPrecisionPolicy(
                 param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
             fully_shard(mixer.forget_gate, mp_policy=fp32, reshard_after_forward=False, **shared)
+        moe = cast(Block, layer).moe
+        if moe is not None and parallel_dims.ep_enabled:
+            names = ["dp_replicate", "efsdp"] if parallel_dims.dp_replicate_enabled else ["efsdp"]
+            expert_mesh = parallel_dims.get_mesh(names)
+            few = parallel_dims.get_mesh("efsdp").size() * parallel_dims.ep > moe.experts.num_experts
+            fully_shard(
+                moe.experts,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                shard_placement_fn=(lambda parameter: Shard(1)) if few else None,  # fewer experts than shards
+                **(shared | {"mesh": expert_mesh}),
+            )
         fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard, **shared)
     if not tied:
         fully_shard([decoder.norm, decoder.output], mp_policy=policy, reshard_after_forward=always, **shared)
@@ -228,4 +301,19 @@ def apply_fsdp(decoder: Decoder, parallel_dims: ParallelDims, job_config: Any) -
             module.set_gradient_divide_factor(1.0)
             if utils.device_type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
+    if parallel_dims.ep_enabled:
+        _prefetch(decoder)
     logger.info("Applied %s to the model", "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP")
+
+
+def _prefetch(decoder: Decoder) -> None:
+    """Says which unit is gathered next: dispatching tokens waits for the host, and FSDP's own guess with it."""
+
+    def units(layer: nn.Module) -> list[Any]:
+        moe = cast(Block, layer).moe
+        return [layer] if moe is None else [layer, moe.experts]
+
+    layers = list(decoder.layers.values())
+    for layer, following in pairwise(layers):
+        cast(FSDPModule, layer).set_modules_to_forward_prefetch(units(following))
+        cast(FSDPModule, following).set_modules_to_backward_prefetch(units(layer))
