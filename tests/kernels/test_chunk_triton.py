@@ -7,10 +7,13 @@ import functools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kda_inputs import LOG2_E, core_inputs, cumulative, differences, offsets, per_token, results, to_chunk
 from yardstick import DTYPES, YARDSTICK, check, rms_error
 
 from titan_kda.kernels import chunk_kda, l2norm, naive_chunk_kda, naive_recurrent_kda, recurrent_kda
+from titan_kda.kernels.chunk.tiles import invert_unit_lower
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -84,7 +87,66 @@ def assert_within_yardstick(inputs, row, cu_seqlens=None, o="o_any", grads=None,
 def test_small_shapes(tokens, key_width, value_width, bound, row):
     """Tails, widths that are no powers of two, with and without a promise."""
     inputs = make(1, tokens, 1, key_width, value_width, row, bound=bound)
-    assert_within_yardstick(inputs, row, gate_lower_bound=bound)
+    assert_within_yardstick(inputs, row, o="o" if key_width >= 64 else "o_any", gate_lower_bound=bound)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_rows_of_any_size_under_a_promise(scale):
+    """At the strongest gate promised, factors around an anchor that is not shifted leave FP32's normal numbers."""
+    inputs = make(1, 20, 1, 16, 8, gate=-5.0)
+    inputs["q"] *= scale
+    # Through 20 tokens the initial state's gradient falls below FP32's normal numbers.
+    grads = (grads_like(inputs)[0], None)
+    assert_within_yardstick(inputs, "fp32_chunk", grads=grads, skip=("initial_state",), gate_lower_bound=-5.0)
+
+
+@pytest.mark.parametrize("row, bound", [("fp32_chunk", -5.1), ("fp16", -5.0)])
+def test_a_promise_that_cannot_be_used_changes_no_bit(row, bound):
+    """Below -5, and for FP16, the diagonal takes the exact path."""
+    inputs = make(1, 20, 1, 16, 8, row, gate=bound)
+    want = triton_chunk_kda(**inputs, output_final_state=True)
+    found = triton_chunk_kda(**inputs, output_final_state=True, gate_lower_bound=bound)
+    assert all(torch.equal(x, y) for x, y in zip(found, want))
+
+
+@pytest.mark.parametrize(
+    "batch, tokens, cu_seqlens", [(2, 0, None), (0, 3, None), (1, 0, [0]), (1, 4, []), (1, 4, [0, 0])]
+)
+def test_nothing_to_do(batch, tokens, cu_seqlens):
+    cu_seqlens = None if cu_seqlens is None else on_device(offsets(cu_seqlens))
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    inputs = make(batch, tokens, 2, 5, 4, sequences=sequences)
+    initial = inputs["initial_state"]
+    output, state, grads = results(triton_chunk_kda, inputs, cu_seqlens, *grads_like(inputs))
+    assert output.shape == (batch, tokens, 2, 4) and torch.equal(state, initial)
+    assert not state.numel() or state.data_ptr() != initial.data_ptr()
+    assert torch.equal(grads["initial_state"], grads_like(inputs)[1])
+    assert all(grads[name].shape == inputs[name].shape for name in inputs)
+    inputs["initial_state"] = None
+    _, state = triton_chunk_kda(**inputs, cu_seqlens=cu_seqlens, output_final_state=True)
+    assert torch.equal(state, torch.zeros_like(initial))
+
+
+@triton.jit
+def _invert_kernel(lower_ptr, inverse_ptr, FULL: tl.constexpr):
+    where = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(inverse_ptr + where, invert_unit_lower(tl.load(lower_ptr + where), FULL))
+
+
+@pytest.mark.parametrize("full, limit", [(True, 1e-5), (False, 2e-3)])
+@pytest.mark.parametrize("keys", ["random", "silu", "alike", "identical"])
+def test_the_inverse(keys, full, limit):
+    """max |A (I + L) - I|, for beta from random to 1."""
+    inputs = core_inputs(1, 64, 1, 64, 1, keys="silu" if keys == "silu" else "random", dtype=torch.float64)
+    k = inputs["k"][0, :, 0]
+    if keys in ("alike", "identical"):
+        k = torch.nn.functional.normalize(k[:1] + (0.01 * k if keys == "alike" else 0 * k), dim=-1)
+    for beta in (inputs["beta"][0], torch.ones(64, 1, dtype=torch.float64)):
+        lower = (beta * (k @ k.T)).tril(-1).float().to(DEVICE)
+        inverse = torch.empty_like(lower)
+        _invert_kernel[(1,)](lower, inverse, FULL=full)
+        one = torch.eye(64, dtype=torch.float64, device=DEVICE)
+        assert (inverse.double() @ (one + lower.double()) - one).abs().max() <= limit
 
 
 @pytest.mark.parametrize("row", ["fp32_chunk", "fp16"])
@@ -175,11 +237,12 @@ def test_identical_keys(row, limits, beta):
 
 
 @pytest.mark.parametrize("row", ["fp32_chunk", "bf16"] if ON_GPU else ["fp32_chunk"])
-@pytest.mark.parametrize("bound", [None, -5.0])
-def test_fused_norm_is_the_norm(bound, row):
-    inputs = make(1, 66, 1, 16, 8, row, bound=bound)
+@pytest.mark.parametrize("bound, lengths", [(None, None), (-5.0, None), (None, [5, 0, 61])])
+def test_fused_norm_is_the_norm(bound, lengths, row):
+    cu_seqlens = None if lengths is None else offsets(lengths)
+    inputs = make(1, 66, 1, 16, 8, row, cu_seqlens, bound=bound, sequences=None if lengths is None else 3)
     raw = inputs.pop("q") * 3
-    options = dict(output_final_state=True, gate_lower_bound=bound)
+    options = dict(output_final_state=True, gate_lower_bound=bound, cu_seqlens=on_device(cu_seqlens))
     for scale in (1e-3, 1e3):
         q = raw * scale
         q[:, 3] = 0
@@ -253,7 +316,8 @@ def test_lengths(tokens, bound, row):
 @pytest.mark.parametrize("key_width, value_width", [(60, 100), (256, 64), (128, 300), (16, 128)])
 def test_widths(key_width, value_width, keys, row):
     inputs = make(2, 130, 3, key_width, value_width, row, keys=keys, bound=-5.0)
-    assert_within_yardstick(inputs, row, gate_lower_bound=-5.0)
+    o = "o" if keys == "random" and key_width >= 64 else "o_any"
+    assert_within_yardstick(inputs, row, o=o, gate_lower_bound=-5.0)
 
 
 @gpu
@@ -312,21 +376,29 @@ def test_many_sequences_and_heads():
 
 
 @gpu
-def test_more_than_2_31_bytes_and_8_4_million_rows():
-    """In two pieces, cut at a chunk, with the state handed over: the very same bits as in one."""
-    tokens, heads = 262_208, 32
+def test_more_than_2_31_elements():
+    """The last sequence of a pack, past 2^31 elements of every tensor, has the bits that it has alone."""
+    lengths, heads = [524_288, 64], 32
+    tokens = sum(lengths)
+    cu_seqlens = on_device(offsets(lengths))
     shape = (1, tokens, heads, 128)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     k = torch.nn.functional.normalize(k, dim=-1)
-    gate = -torch.rand(shape, device="cuda").view(1, tokens // 64, 64, heads, 128).cumsum(2).view(shape)
-    beta = torch.rand(shape[:3], device="cuda")
-    output, state = triton_chunk_kda(q, k, v, gate, beta, output_final_state=True, gate_lower_bound=-1.0)
-    handed = None
-    for rows in (slice(0, 131_072), slice(131_072, tokens)):
-        piece = [x[:, rows] for x in (q, k, v, gate, beta)]
-        part, handed = triton_chunk_kda(*piece, handed, output_final_state=True, gate_lower_bound=-1.0)
-        assert torch.equal(part, output[:, rows])
-    assert torch.equal(handed, state)
+    gate = torch.rand(shape, device=DEVICE).neg_().view(1, tokens // 64, 64, heads, 128).cumsum(2).view(shape)
+    beta = torch.rand(shape[:3], device=DEVICE)
+    assert q.numel() > 2**31
+
+    def run(*inputs, grad, **options):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        output, state = triton_chunk_kda(*leaves, output_final_state=True, gate_lower_bound=-1.0, **options)
+        return output.detach(), state.detach(), torch.autograd.grad(output, leaves, grad)
+
+    last = slice(lengths[0], tokens)
+    alone, alone_state, alone_grads = run(*(x[:, last] for x in (q, k, v, gate, beta)), grad=grad[:, last])
+    output, state, grads = run(q, k, v, gate, beta, grad=grad, cu_seqlens=cu_seqlens)
+    assert torch.equal(output[:, last], alone) and torch.equal(state[1:], alone_state)
+    assert all(torch.equal(x[:, last], y) for x, y in zip(grads, alone_grads))
+    assert torch.isfinite(state).all() and all(torch.isfinite(x.sum()) for x in (output, *grads))
 
 
 @gpu
@@ -367,11 +439,12 @@ def test_packed_is_alone_at_full_width(row):
         if length:
             rows = slice(start, start + length)
             one = {name: x[:, rows] if name != "initial_state" else x[n : n + 1] for name, x in inputs.items()}
-            alone = results(function, one, None, grad_output[:, rows], grad_state[n : n + 1])
-            assert torch.equal(output[:, rows], alone[0]) and torch.equal(state[n], alone[1][0])
-            for name in one:
-                found = grads[name][n : n + 1] if name == "initial_state" else grads[name][:, rows]
-                assert torch.equal(found, alone[2][name]), name
+            for alone_cu in (None, on_device(offsets([length]))):
+                alone = results(function, one, alone_cu, grad_output[:, rows], grad_state[n : n + 1])
+                assert torch.equal(output[:, rows], alone[0]) and torch.equal(state[n], alone[1][0])
+                for name in one:
+                    found = grads[name][n : n + 1] if name == "initial_state" else grads[name][:, rows]
+                    assert torch.equal(found, alone[2][name]), name
 
 
 @gpu
@@ -448,5 +521,9 @@ def test_against_the_recurrent_kernel():
     ]
     first, handed = triton_chunk_kda(**to_chunk(parts[0]), output_final_state=True)
     second, state = recurrent_kda(**{**parts[1], "initial_state": handed}, output_final_state=True)
+    check("output", torch.cat([first, second], 1), want, "bf16", "o")
+    check("state", state, want_state, "bf16", "state")
+    first, handed = recurrent_kda(**parts[0], output_final_state=True)
+    second, state = triton_chunk_kda(**to_chunk({**parts[1], "initial_state": handed}), output_final_state=True)
     check("output", torch.cat([first, second], 1), want, "bf16", "o")
     check("state", state, want_state, "bf16", "state")

@@ -11,6 +11,7 @@ from yardstick import max_error
 
 from titan_kda.kernels import naive_chunk_kda, naive_recurrent_kda
 from titan_kda.kernels.reference import (
+    _UnitLowerSolve,
     naive_bounded_gate_cumsum,
     naive_causal_conv1d,
     naive_causal_conv1d_step,
@@ -167,6 +168,16 @@ def test_core_gradcheck(naive, cu_seqlens):
 
     assert gradcheck(function, leaves)
     assert gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("keys", ["random", "silu", "identical"])
+def test_the_inverse(keys):
+    """max |A (I + L) - I| in FP32: by repeated squaring, identical keys would pass through powers of 1e17."""
+    k = core_inputs(1, 64, 1, 64, 1, keys="silu" if keys == "silu" else "random")["k"][0, :, 0]
+    lower = (k @ k.T if keys != "identical" else torch.ones(64, 64)).tril(-1)  # beta = 1
+    one = torch.eye(64, dtype=FP64)
+    inverse = _UnitLowerSolve.apply(lower, one.float())
+    assert (inverse.double() @ (one + lower.double()) - one).abs().max() <= 1e-5
 
 
 # ---- packs ----
