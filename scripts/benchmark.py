@@ -1,4 +1,4 @@
-"""Times the operators beside their peers: python scripts/benchmark.py SUITE [--json FILE] [--filter TEXT] ...
+"""Times the operators beside their peers: python scripts/benchmark.py SUITE [--json FILE] [--plot FILE] ...
 
 How it measures. Each contender's calls are captured in a CUDA graph, over enough sets of buffers that the L2 cache is
 cold when a set comes round again, every output kept alive so that no two calls write to one place. The contenders of a
@@ -7,7 +7,11 @@ from the 10th to the 90th percentile. Before it is timed, a contender's output i
 reference. The floor of a row is the bytes that it must move, each input read once and each output written once, over
 the copy bandwidth measured in the same run. A time holds only beside the others of its own run.
 
-A suite is a function marked with ``@suite``: it takes a Bench and calls ``bench.row(...)``.
+A peer that raises is left out of its row, and says why; one that cannot be captured is timed by its own launches, and
+its name says "eager". A failure of ours ends the run.
+
+A suite is a function marked with ``@suite``: it takes a Bench and calls ``bench.row(...)`` for times and
+``bench.quantity(...)`` for the rest.
 """
 
 import argparse
@@ -73,23 +77,33 @@ def capture(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
     return graph, outputs
 
 
+def launched(calls: Sequence[Call]) -> Call:
+    """Runs the calls one after another without a graph; once at the start, to compile and autotune."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    run()
+    torch.cuda.synchronize()
+    return run
+
+
 def time_in_turns(
-    contenders: dict[str, Sequence[Call]], *, rounds: int = 25, least_us: float = 300
+    contenders: dict[str, tuple[Call, int]], *, rounds: int = 25, least_us: float = 300
 ) -> dict[str, Timing]:
-    """Times contenders in turns: each is a list of calls, one for each set of buffers, captured in one graph.
+    """Times contenders in turns: what each runs, a graph's replay as a rule, and how many calls that is.
 
     A measured interval is at least ``least_us`` long: short graphs are replayed several times in a row.
     """
-    graphs, repeats, kept = {}, {}, []
-    for name, calls in contenders.items():
-        graphs[name], outputs = capture(calls)
-        kept.append(outputs)
+    repeats = {}
 
     def interval(name: str, times: int) -> float:
+        run = contenders[name][0]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(times):
-            graphs[name].replay()
+            run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3
@@ -99,8 +113,8 @@ def time_in_turns(
         repeats[name] = max(1, math.ceil(least_us / interval(name, 2) * 2))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, calls in contenders.items():
-            samples[name].append(interval(name, repeats[name]) / (repeats[name] * len(calls)))
+        for name, (_, calls) in contenders.items():
+            samples[name].append(interval(name, repeats[name]) / (repeats[name] * calls))
     timings = {}
     for name, values in samples.items():
         deciles = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
@@ -129,12 +143,16 @@ def copy_bandwidth(gigabytes: float = 2.0, times: int = 10) -> float:
 
 @dataclass
 class Contender:
-    """One implementation of a row's work: ``make(inputs)`` gives a call on one set of inputs."""
+    """One implementation of a row's work: ``make(inputs)`` gives a call on one set of inputs.
+
+    A ``peer`` is another library's: it may fail. ``eager`` is for calls that no graph takes.
+    """
 
     name: str
     make: Callable[[Any], Call]
     output: Callable[[Any], torch.Tensor] = lambda result: result  # what of a call's result is compared
-    note: str = ""
+    peer: bool = False
+    eager: bool = False
 
 
 @dataclass
@@ -161,19 +179,39 @@ class Result:
 
 
 @dataclass
+class Quantity:
+    """A line of the table that is no time of a call: peak memory, a first call."""
+
+    suite: str
+    work: str
+    contender: str
+    value: float
+    unit: str
+
+
+@dataclass
 class Bench:
     """What a suite is given: the options, the run's copy bandwidth, and ``row`` to time one piece of work."""
 
     suite: str
     bandwidth: float
     rounds: int = 25
-    filter: str = ""
+    filters: Sequence[str] = ()
+    contenders: Sequence[str] = ()
     peers: bool = True
     tune: bool = False
     results: list[Result] = field(default_factory=list)
+    quantities: list[Quantity] = field(default_factory=list)
 
     def wanted(self, work: str) -> bool:
-        return self.filter in work
+        return all(text in work for text in self.filters)
+
+    def taken(self, contender: str) -> bool:
+        return not self.contenders or any(text in contender for text in self.contenders)
+
+    def quantity(self, work: str, contender: str, value: float, unit: str) -> None:
+        self.quantities.append(Quantity(self.suite, work, contender, value, unit))
+        print(f"{work:<{WORK_WIDTH}}{contender:<38}{value:>9.1f} {unit}", flush=True)
 
     def row(
         self,
@@ -189,26 +227,54 @@ class Bench:
         """Times one piece of work.
 
         Args:
-            work: the row's name; rows without the option --filter's text in it are skipped.
+            work: the row's name; rows without the texts of --filter in it are skipped.
             contenders: who does it.
             make_inputs: one set of buffers from a seed.
             bytes_moved: the fewest bytes that a call must read and write: the floor.
-            reference: the FP64 result on a set of buffers, or its first rows along axis 0.
+            reference: the FP64 result on a set of buffers, or its first rows along axis 0; for work too large for
+                FP64, another contender's.
             most_sets, most_calls: limits on the sets of buffers and on the calls in a graph.
         """
         if not self.wanted(work):
             return
         sets = [make_inputs(seed) for seed in range(min(buffer_sets(bytes_moved), most_sets))]
         calls_in_graph = max(len(sets), min(most_calls, math.ceil(200 / (bytes_moved / self.bandwidth * 1e6 + 4))))
-        errors, calls = {}, {}
+        errors, runs = {}, {}
+        kept = []  # graphs and their outputs
         want = reference(sets[0]) if reference is not None else None
         for contender in contenders:
+            if not self.taken(contender.name) or (contender.peer and not self.peers):
+                continue
+            name = contender.name
+            try:
+                if want is not None:
+                    got = contender.output(contender.make(sets[0])())[: want.shape[0]].double()
+                    error = ((got - want).norm() / want.norm()).item()
+                calls = [contender.make(sets[i % len(sets)]) for i in range(calls_in_graph)]
+                run = None
+                if not contender.eager:
+                    try:
+                        graph, outputs = capture(calls)
+                        run = graph.replay
+                        kept.append((graph, outputs))
+                    except RuntimeError as reason:
+                        if not contender.peer:
+                            raise
+                        print(f"  {name}: no graph ({first_line(reason)})")
+                        torch.cuda.synchronize()
+                if run is None:
+                    name += " (eager)"
+                    run = launched(calls)
+            except Exception as reason:  # another library's failure, of whatever kind, is not the run's
+                if not contender.peer:
+                    raise
+                print(f"  without {name}: {first_line(reason)}")
+                continue
+            runs[name] = run, len(calls)
             if want is not None:
-                got = contender.output(contender.make(sets[0])())[: want.shape[0]].double()
-                errors[contender.name] = ((got - want).norm() / want.norm()).item()
-            calls[contender.name] = [contender.make(sets[i % len(sets)]) for i in range(calls_in_graph)]
+                errors[name] = error
         floor_us = bytes_moved / self.bandwidth * 1e6
-        for name, timing in time_in_turns(calls, rounds=self.rounds).items():
+        for name, timing in time_in_turns(runs, rounds=self.rounds).items():
             line = Result(
                 self.suite,
                 work,
@@ -222,7 +288,7 @@ class Bench:
             )
             self.results.append(line)
             print_result(line)
-        del sets, calls
+        del sets, runs, kept
         torch.cuda.empty_cache()
 
 
@@ -239,8 +305,24 @@ def suite(name: str) -> Callable[[Callable[[Bench], None]], Callable[[Bench], No
     return add
 
 
-HEADER = (
-    f"{'work':<34}{'contender':<38}{'us':>9}{'10% to 90%':>18}{'TB/s':>7}{'floor us':>10}{'% floor':>9}{'error':>9}"
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
+
+
+def ratios(results: Sequence[Result], ours: str, peer: str, prefix: str) -> list[float]:
+    """How many times longer the peer takes, for each work that starts with ``prefix`` and that both did."""
+    times = {
+        name: {line.work: line.us for line in results if line.contender in (name, f"{name} (eager)")}
+        for name in (ours, peer)
+    }
+    return [
+        times[peer][work] / us for work, us in times[ours].items() if work in times[peer] and work.startswith(prefix)
+    ]
+
+
+WORK_WIDTH = 44
+HEADER = f"{'work':<{WORK_WIDTH}}{'contender':<38}{'us':>9}{'10% to 90%':>18}{'TB/s':>7}" + (
+    f"{'floor us':>10}{'% floor':>9}{'error':>9}"
 )
 
 
@@ -248,7 +330,7 @@ def print_result(line: Result) -> None:
     error = "" if line.error is None else f"{line.error:.0e}"
     spread = f"{line.low_us:.2f} - {line.high_us:.2f}"
     print(
-        f"{line.work:<34}{line.contender:<38}{line.us:>9.2f}{spread:>18}{line.tb_per_s:>7.2f}{line.floor_us:>10.2f}"
+        f"{line.work:<{WORK_WIDTH}}{line.contender:<38}{line.us:>9.2f}{spread:>18}{line.tb_per_s:>7.2f}{line.floor_us:>10.2f}"
         f"{100 * line.of_floor:>9.1f}{error:>9}",
         flush=True,
     )
@@ -352,7 +434,7 @@ def scan_peers() -> list[Contender]:
                 x["q"], x["k"], x["v"], gate, x["beta"], initial_state=x["state"], output_final_state=True
             )
 
-        peers.append(Contender("fla fused_recurrent_kda", fla, output=lambda result: result[0]))
+        peers.append(Contender("fla fused_recurrent_kda", fla, output=lambda result: result[0], peer=True))
     if version("attn-gym"):
         from attn_gym.linear import recurrent_kda
 
@@ -362,7 +444,7 @@ def scan_peers() -> list[Contender]:
                 x["q"], x["k"], x["v"], gate, x["beta"], initial_state=state, output_final_state=True
             )
 
-        peers.append(Contender("attn_gym recurrent_kda", gym, output=lambda result: result[0]))
+        peers.append(Contender("attn_gym recurrent_kda", gym, output=lambda result: result[0], peer=True))
     return peers
 
 
@@ -467,7 +549,8 @@ def step_peers() -> list[Contender]:
                 lower_bound=-5.0,
             )
 
-        peers.append(Contender("fla fused_recurrent_kda, all in kernel", fla, output=lambda result: result[0][:, 0]))
+        name = "fla fused_recurrent_kda, all in kernel"
+        peers.append(Contender(name, fla, output=lambda result: result[0][:, 0], peer=True))
     if version("attn-gym"):
         from attn_gym.linear import recurrent_kda_decode
 
@@ -477,7 +560,7 @@ def step_peers() -> list[Contender]:
             raw_gate, raw_beta, slots = x["raw_gate"][None], x["beta_logits"][None], x["indices"] + 1
             return lambda: recurrent_kda_decode(packed, raw_gate, raw_beta, x["A_log"], x["dt_bias"], state, slots)
 
-        peers.append(Contender("attn_gym recurrent_kda_decode", gym, output=lambda result: result[0]))
+        peers.append(Contender("attn_gym recurrent_kda_decode", gym, output=lambda result: result[0], peer=True))
     return peers
 
 
@@ -519,13 +602,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("suite", choices=[*SUITES, "all"], help="what to time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the run as JSON")
-    parser.add_argument("--filter", default="", metavar="TEXT", help="only the rows whose work contains TEXT")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the run (needs matplotlib)")
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only rows whose work contains TEXT; repeatable: all",
+    )
+    parser.add_argument(
+        "--contender",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only contenders named with TEXT; repeatable: any",
+    )
     parser.add_argument("--rounds", type=int, default=25, help="rounds of turns; default %(default)s")
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries' operators out")
     parser.add_argument("--tune", action="store_true", help="also time each candidate launch configuration")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    for path in (options.json, options.plot):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"no such folder: {path.parent}")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device: these are timings of GPU kernels")
 
@@ -533,22 +633,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = machine()
     about["copy_tb_per_s"] = copy_bandwidth() / 1e12
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
-    results: list[Result] = []
+    data: dict[str, Any] = {"machine": about, "results": [], "quantities": []}
     for name in SUITES if options.suite == "all" else [options.suite]:
         print(f"\n{name}\n{HEADER}")
         bench = Bench(
             name,
             about["copy_tb_per_s"] * 1e12,
             rounds=options.rounds,
-            filter=options.filter,
+            filters=options.filter,
+            contenders=options.contender,
             peers=not options.no_peers,
             tune=options.tune,
         )
         SUITES[name](bench)
-        results += bench.results
-    if options.json:
-        lines = [{**asdict(line), "tb_per_s": line.tb_per_s, "of_floor": line.of_floor} for line in results]
-        options.json.write_text(json.dumps({"machine": about, "results": lines}, indent=1) + "\n")
+        for line in bench.results:
+            data["results"].append({**asdict(line), "tb_per_s": line.tb_per_s, "of_floor": line.of_floor})
+        data["quantities"] += map(asdict, bench.quantities)
+        if options.json:  # after each suite: what has been measured is kept
+            options.json.write_text(json.dumps(data, indent=1) + "\n")
+    if options.plot:
+        from plot_benchmark import plot
+
+        plot(data, options.plot)
     return 0
 
 
@@ -557,5 +663,6 @@ if __name__ == "__main__":
     import benchmark
     import benchmark_chunk  # noqa: F401
     import benchmark_elementwise  # noqa: F401
+    import benchmark_output  # noqa: F401
 
     sys.exit(benchmark.main())
