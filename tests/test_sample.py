@@ -158,6 +158,7 @@ def test_seeds_and_neighbours(sample):
     assert texts("--prompt=ab", "--num-samples=2", "--seed=1", *drawn) == first and first[0] != first[1]
     assert texts("--prompt=ab", "--num-samples=2", "--seed=2", *drawn) != first
     assert texts("--prompt=ab", "--prompt=" + "z" * 90, "--seed=1", *drawn)[0] == first[0]
+    assert texts("--prompt=ab", "--num-samples=2", "--seed=1", "--slots=1", *drawn) == first
     greedy = ("--json", "--max-new-tokens=12", "--temperature=0", "--ignore-eos")
     same = texts("--prompt=ab", "--num-samples=3", *greedy)
     assert same[0] == same[1] == same[2] == texts("--prompt=ab", "--seed=8", *greedy)[0]
@@ -347,6 +348,7 @@ def test_a_malicious_checkpoint_runs_nothing(sample, trained, tmp_path):
         (["--prompt=x", "--max-new-tokens=0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt=x", "--num-samples=0"], "--num-samples must be at least 1, got 0"),
         (["--prompt=x", "--stop="], "--stop must not be empty"),
+        (["--prompt=x", "--slots=0"], "--slots must be at least 1, got 0"),
         (["--prompt=x", "--device=abacus"], "--device abacus: "),
         (["--prompt=x", "--device=meta"], "--device meta: "),
         (["--prompt=x", "--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),

@@ -1,7 +1,11 @@
 """Text from a model: prefill fills a cache from the prompts, decode advances it by one token a sequence.
 
 Prompts of different lengths are prefilled as one packed stream and never padded, so a sequence's numbers do not depend
-on its neighbours. Each sequence draws from a random generator of its own, so neither do its samples.
+on its neighbours. Each sequence draws by a random generator of its own, so neither do its samples.
+
+Sequences decode in slots: one that ends leaves its slot to the next prompt. Tokens are drawn on the device and go
+straight into the next step; the host looks at them every few steps. On a GPU, where every layer's cache has a fixed
+size, a step is one captured CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,20 +14,24 @@ import contextlib
 import hashlib
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.attention import VarlenMetadata
 
-from .cache import ModelCache, select
+from .cache import KDACache, ModelCache, select
 from .data import ByteTokenizer
+from .sampling import sample_tokens
 
 
 class NotFiniteError(ValueError):
@@ -68,12 +76,17 @@ class Sample:
 
 @dataclass
 class Speed:
-    """Tokens and seconds of a call's two halves."""
+    """Tokens and seconds of a call's two halves, and of the capture of a decode step, which counts in neither.
+
+    ``graph`` tells whether decode replayed a CUDA graph.
+    """
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    graph: bool = False
 
 
 def encode_prompt(tokenizer: BaseTokenizer, text: str) -> list[int]:
@@ -97,26 +110,9 @@ def _full(logits: Tensor) -> Tensor:
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
-def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token from one row of logits [vocab_size], drawn on the CPU in FP64.
-
-    Raises:
-        NotFiniteError: logits that are not finite.
-    """
-    logits = logits.float().cpu()
-    if not torch.isfinite(logits).all():
-        raise NotFiniteError("the model's logits are not finite")
-    if sampling.temperature < sys.float_info.min:  # 0, or a denormal, which may be flushed to it
-        return int(logits.argmax())
-    order = torch.sort(logits.double(), descending=True, stable=True)
-    kept = (order.values - order.values[0]) / sampling.temperature  # at most 0, so that no temperature is too low
-    if sampling.top_k:
-        kept = kept[: sampling.top_k]
-    probabilities = torch.softmax(kept, 0)
-    if sampling.top_p < 1:
-        before = probabilities.cumsum(0) - probabilities  # the likeliest token always stays
-        probabilities = torch.where(before < sampling.top_p, probabilities, 0)
-    return int(order.indices[torch.multinomial(probabilities, 1, generator=generator)])
+def _to(device: torch.device, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    """A few numbers on the device, without waiting for it."""
+    return torch.tensor(list(values), dtype=dtype).to(device, non_blocking=True)
 
 
 @torch.no_grad()
@@ -129,25 +125,205 @@ def prefill(model: nn.Module, prompts: Sequence[Sequence[int]], cache: ModelCach
     lengths = [len(p) for p in prompts]
     if min(lengths) < 1:
         raise ValueError("a prompt needs at least one token")
-    ends = torch.tensor(lengths).cumsum(0)
-    stream = torch.tensor([t for p in prompts for t in p], device=device)[None]
-    offsets = F.pad(ends, (1, 0)).to(device, torch.int32)
+    ends = list(accumulate(lengths))
+    stream = _to(device, [t for p in prompts for t in p])[None]
+    offsets = _to(device, [0, *ends], torch.int32)
     logits = _full(_forward(model, stream, VarlenMetadata(offsets, offsets, max(lengths), max(lengths)), cache))
-    return logits[0, ends.to(device) - 1]
+    return logits[0].index_select(0, _to(device, [end - 1 for end in ends]))
 
 
 @torch.no_grad()
 def decode(model: nn.Module, tokens: Sequence[int], cache: ModelCache, device: torch.device) -> Tensor:
     """One token for each of the cache's N sequences; returns the next logits, [N, vocab_size]."""
-    offsets = torch.arange(len(tokens) + 1, device=device, dtype=torch.int32)
-    stream = torch.tensor(list(tokens), device=device)[None]
-    return _full(_forward(model, stream, VarlenMetadata(offsets, offsets, 1, 1), cache))[0, : len(tokens)]
+    return _decode(model, _to(device, tokens), cache)
+
+
+def _decode(model: nn.Module, tokens: Tensor, cache: ModelCache) -> Tensor:
+    offsets = torch.arange(len(tokens) + 1, device=tokens.device, dtype=torch.int32)
+    return _full(_forward(model, tokens[None], VarlenMetadata(offsets, offsets, 1, 1), cache))[0, : len(tokens)]
 
 
 def _forward(model: nn.Module, stream: Tensor, masks: VarlenMetadata, cache: ModelCache) -> Tensor:
     """The model on a stream [1, T], padded past its last sequence to what sequence parallelism can divide."""
-    missing = -stream.shape[1] % getattr(model, "sequence_width", 1)
-    return model(F.pad(stream, (0, missing)), masks, cache=cache)
+    if missing := -stream.shape[1] % getattr(model, "sequence_width", 1):
+        stream = F.pad(stream, (0, missing))
+    return model(stream, masks, cache=cache)
+
+
+Pick = Callable[[Tensor, Tensor], Tensor]
+"""Logits [N, V] and uniform numbers [N] to tokens int64 [N], the same on every rank."""
+
+
+class _Batch:
+    """Sequences that decode together, each in a row; what of it a cache's kind decides is in the two below.
+
+    Attributes:
+        rows: the sample in each row; None: no sample.
+        tokens: [len(rows)], int64, each row's last token, on the device.
+        burst: steps between two looks at the tokens; what is drawn past a sequence's end is thrown away.
+    """
+
+    def __init__(self, model: nn.Module, limit: int, device: torch.device, pick: Pick):
+        self.model, self.limit, self.device, self.pick = model, limit, device, pick
+        self.rows: list[int | None] = []
+        self.tokens = torch.empty(0, dtype=torch.int64, device=device)
+        self.burst = _BURST.get(device.type, 8)
+
+    def live(self) -> list[int]:
+        return [sample for sample in self.rows if sample is not None]
+
+    def room(self) -> int:
+        """How many samples can be admitted now."""
+        raise NotImplementedError
+
+    def admit(self, samples: list[int], prompts: list[tuple[int, ...]], uniforms: Tensor) -> Tensor:
+        """Reads the samples' prompts, equal ones once; returns each one's first token."""
+        unique = list(dict.fromkeys(prompts))
+        row_of = {prompt: row for row, prompt in enumerate(unique)}
+        fresh = self.model.new_cache()  # type: ignore[operator]
+        logits = prefill(self.model, unique, fresh, self.device)
+        source = [row_of[prompt] for prompt in prompts]
+        if source != list(range(len(unique))):
+            fresh, logits = select(fresh, source), logits.index_select(0, _to(self.device, source))
+        tokens = self.pick(logits, uniforms)
+        self._insert(samples, fresh, tokens)
+        return tokens
+
+    def _insert(self, samples: list[int], fresh: ModelCache, tokens: Tensor) -> None:
+        raise NotImplementedError
+
+    def step(self, uniforms: Tensor) -> Tensor:
+        """One further token of every row."""
+        raise NotImplementedError
+
+    def release(self, done: set[int]) -> None:
+        """Frees the rows of these samples."""
+        raise NotImplementedError
+
+
+class _Slots(_Batch):
+    """Rows are slots of buffers that never move: for caches of a fixed size.
+
+    A step always computes every slot, the free ones without touching a state, so that it can be one CUDA graph, and so
+    that the shapes of its matrix products, which decide how they round, are the same whatever else is in the batch.
+    """
+
+    def __init__(self, model: nn.Module, limit: int, device: torch.device, pick: Pick, graph: bool):
+        super().__init__(model, limit, device, pick)
+        self.rows = [None] * limit
+        self.tokens = torch.zeros(limit, dtype=torch.int64, device=device)
+        self.uniforms = torch.zeros(limit, dtype=torch.float32, device=device)
+        self.slots = torch.full((limit,), -1, dtype=torch.int32, device=device)
+        self.cache: list[KDACache] = []
+        self.wants_graph, self.graph, self.capture_seconds = graph, None, 0.0
+
+    def room(self) -> int:
+        return self.rows.count(None)
+
+    def _insert(self, samples: list[int], fresh: ModelCache, tokens: Tensor) -> None:
+        layers = cast("list[KDACache]", fresh)
+        if not self.cache:
+            self._allocate(layers)
+        free = [row for row, sample in enumerate(self.rows) if sample is None][: len(samples)]
+        target = _to(self.device, free)
+        for mine, new in zip(self.cache, layers):
+            for name in _FIXED_SIZE:
+                getattr(mine, name).index_copy_(0, target, getattr(new, name))
+        self.slots.index_copy_(0, target, target.to(torch.int32))
+        self.tokens.index_copy_(0, target, tokens)
+        for row, sample in zip(free, samples):
+            self.rows[row] = sample
+
+    def _allocate(self, like: list[KDACache]) -> None:
+        for layer in like:
+            tensors = [getattr(layer, name) for name in _FIXED_SIZE]
+            self.cache.append(KDACache(*(t.new_zeros(self.limit, *t.shape[1:]) for t in tensors)))
+            self.cache[-1].slots = self.slots
+        if not self.wants_graph:
+            return
+        # No slot is taken yet, so that the steps before the capture change nothing.
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._advance()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            # Other threads, a process group's watchdog or a data loader, may speak to the device meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self._advance()
+        torch.cuda.synchronize(self.device)
+        self.capture_seconds = time.perf_counter() - began
+
+    def _advance(self) -> None:
+        # A row that is not finite gives the token -1, which no embedding has; the host finds it at its next look.
+        logits = _decode(self.model, self.tokens.clamp_min(0), cast(ModelCache, self.cache))
+        self.tokens.copy_(self.pick(logits, self.uniforms))
+
+    def step(self, uniforms: Tensor) -> Tensor:
+        self.uniforms.copy_(uniforms)
+        if self.graph is None:
+            self._advance()
+        else:
+            self.graph.replay()
+        return self.tokens.clone()
+
+    def release(self, done: set[int]) -> None:
+        freed = [row for row, sample in enumerate(self.rows) if sample in done]
+        if freed:
+            self.slots.index_fill_(0, _to(self.device, freed), -1)
+        for row in freed:
+            self.rows[row] = None
+
+
+class _Growing(_Batch):
+    """Rows are the sequences still going: for caches that grow with their sequences, and can only be cut down.
+
+    New samples come in when all are done.
+    """
+
+    def __init__(self, model: nn.Module, limit: int, device: torch.device, pick: Pick):
+        super().__init__(model, limit, device, pick)
+        self.cache: ModelCache = []
+
+    def room(self) -> int:
+        return 0 if self.rows else self.limit
+
+    def _insert(self, samples: list[int], fresh: ModelCache, tokens: Tensor) -> None:
+        self.rows, self.cache, self.tokens = [*samples], fresh, tokens
+
+    def step(self, uniforms: Tensor) -> Tensor:
+        self.tokens = self.pick(_decode(self.model, self.tokens.clamp_min(0), self.cache), uniforms)
+        return self.tokens
+
+    def release(self, done: set[int]) -> None:
+        going = [row for row, sample in enumerate(self.rows) if sample not in done]
+        if len(going) < len(self.rows):
+            self.rows = [self.rows[row] for row in going]
+            self.cache, self.tokens = select(self.cache, going), self.tokens.index_select(0, _to(self.device, going))
+
+
+_BURST = {"cpu": 1}
+"""Steps between two looks at the tokens, by device; a look costs a GPU its work ahead."""
+_FIXED_SIZE = ("state", "conv_q", "conv_k", "conv_v")
+_PREFILL_TOKENS = 16384
+"""Prompts are read together up to so many tokens: their logits take memory."""
+
+
+def can_capture(model: nn.Module, device: torch.device) -> str | None:
+    """None where a decode step of ``model`` can be one CUDA graph, else what stands against it."""
+    if device.type != "cuda":
+        return "the device is no GPU"
+    if _world_size() > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
+        return "the model is spread over several processes"
+    if not all(isinstance(layer, KDACache) for layer in model.new_cache()):  # type: ignore[operator]
+        return "a layer's cache grows with its sequence"
+    if any(getattr(module, "moe_enabled", False) for module in model.modules()):
+        return "experts count their tokens on the host"
+    return None
 
 
 def generate(
@@ -158,11 +334,18 @@ def generate(
     eos_id: int | None = None,
     vocab_size: int | None = None,
     device: torch.device | None = None,
+    slots: int = 64,
+    cuda_graph: bool | None = None,
     on_token: Callable[[int, int], bool] | None = None,
     on_end: Callable[[int], None] | None = None,
     speed: Speed | None = None,
 ) -> None:
     """Continues each sample's prompt, in place: what there is at an interruption stays.
+
+    A sample's tokens depend on the model, its prompt, its key and the seed, and not on its neighbours: each row of the
+    arithmetic is its own. On a GPU matrix products of other shapes may round otherwise, which can turn a draw: the same
+    call gives the same text, and other prompts beside it change no text as long as the number of slots and the lengths
+    read in one prefill are the same.
 
     Args:
         model: a Decoder, in any layout; called uncompiled, in eval mode, and left in the mode it was in.
@@ -171,42 +354,94 @@ def generate(
         eos_id: the token that ends a sequence; None: none does.
         vocab_size: the tokenizer's size, where the model's is rounded up: what lies past it is never drawn.
         device: of the model's inputs; the parameters' if not given.
+        slots: how many sequences decode at once; the others wait for one to end.
+        cuda_graph: whether decode replays a captured CUDA graph; None: where ``can_capture`` finds nothing against it.
         on_token: called with (sample, token) for each new token but eos; returning True ends that sequence ("stop").
+            On a GPU tokens come in bursts of a few.
         on_end: called with each sample when it ends.
         speed: filled as generation goes.
 
     Raises:
-        ValueError: a prompt of no tokens.
+        ValueError: a prompt of no tokens; ``slots`` below 1; a graph was asked for that cannot be captured.
         NotFiniteError: logits that are not finite.
     """
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, got {slots}")
+    if not all(sample.prompt for sample in samples):
+        raise ValueError("a prompt needs at least one token")
     if not samples:
         return
     device = next(model.parameters()).device if device is None else device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    against = can_capture(model, device)
+    if cuda_graph and against is not None:
+        raise ValueError(f"decode cannot be captured in a CUDA graph: {against}")
     speed = Speed() if speed is None else speed
+    greedy = sampling.temperature < sys.float_info.min
     generators = [_generator(sampling.seed, sample.key or str(i)) for i, sample in enumerate(samples)]
-    prompts = list(dict.fromkeys(tuple(sample.prompt) for sample in samples))
-    row_of = {prompt: row for row, prompt in enumerate(prompts)}
-    rows = [row_of[tuple(sample.prompt)] for sample in samples]
+
+    def uniforms(of: Sequence[int | None], steps: int) -> Tensor:
+        """The next ``steps`` numbers of each sample [steps, len(of)]: one a token, whatever the samples beside it."""
+        table = torch.zeros(len(of), steps)
+        for row, sample in enumerate(of):
+            if sample is not None and not greedy:
+                table[row] = torch.rand(steps, generator=generators[sample])
+        return table.T.contiguous().to(device, non_blocking=True)
+
+    def pick(logits: Tensor, numbers: Tensor) -> Tensor:
+        tokens = sample_tokens(
+            logits[:, :vocab_size],
+            numbers,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        if _world_size() > 1:  # a last bit's difference must not send ranks down different texts
+            dist.broadcast(tokens, src=0)
+        return tokens
+
     with inference(model):
-        cache = model.new_cache()  # type: ignore[operator]
+        batch: _Batch
+        limit = min(slots, len(samples))
+        if all(isinstance(layer, KDACache) for layer in model.new_cache()):  # type: ignore[operator]
+            batch = _Slots(model, limit, device, pick, graph=against is None and cuda_graph is not False)
+        else:
+            batch = _Growing(model, limit, device, pick)
+        waiting = deque(range(len(samples)))
         began = time.perf_counter()
-        logits = prefill(model, prompts, cache, device)
-        if rows != list(range(len(prompts))):
-            cache, logits = select(cache, rows), logits[rows]
-        active = list(range(len(samples)))
-        while active:
-            tokens = _agree(
-                [pick_token(row[:vocab_size], sampling, generators[i]) for row, i in zip(logits, active)], device
-            )
-            now = time.perf_counter()
-            if speed.prefill_tokens == 0:  # the first token comes out of prefill
-                speed.prefill_tokens, speed.prefill_seconds = sum(map(len, prompts)), now - began
-                began = now
+        while waiting or batch.live():
+            drawn: list[tuple[list[int | None], Tensor]] = []  # the samples of some rows, and a token of each
+            room, read = batch.room(), 0
+            admitted: list[int] = []
+            while waiting and len(admitted) < room:
+                read += len(samples[waiting[0]].prompt)
+                if admitted and read > _PREFILL_TOKENS:
+                    break
+                admitted.append(waiting.popleft())
+            if admitted:
+                prompts = [tuple(samples[i].prompt) for i in admitted]
+                drawn.append(([*admitted], batch.admit(admitted, prompts, uniforms(admitted, 1)[0])))
+                speed.prefill_tokens += sum(map(len, set(prompts)))
             else:
-                speed.decode_tokens, speed.decode_seconds = speed.decode_tokens + len(active), now - began
-            going = []
-            for row, (i, token) in enumerate(zip(active, tokens)):
+                longest = max(sampling.max_new_tokens - len(samples[i].tokens) for i in batch.live())
+                for numbers in uniforms(batch.rows, min(batch.burst, longest)):
+                    drawn.append(([*batch.rows], batch.step(numbers)))
+            values = torch.cat([tokens for _, tokens in drawn]).tolist()  # the one wait for the device
+            now = time.perf_counter()
+            if isinstance(batch, _Slots):
+                speed.graph = batch.graph is not None
+                began += batch.capture_seconds - speed.capture_seconds
+                speed.capture_seconds = batch.capture_seconds
+            done: set[int] = set()
+            for i, token in zip([i for row in drawn for i in row[0]], values):
+                if i is None or i in done:
+                    continue
                 sample = samples[i]
+                if token < 0:
+                    raise NotFiniteError("the model's logits are not finite")
+                if not admitted:
+                    speed.decode_tokens += 1
                 if token == eos_id:
                     sample.finished = "eos"
                 else:
@@ -215,15 +450,16 @@ def generate(
                         sample.finished = "stop"
                     elif len(sample.tokens) >= sampling.max_new_tokens:
                         sample.finished = "length"
-                if sample.finished is None:
-                    going.append(row)
-                elif on_end is not None:
-                    on_end(i)
-            if len(going) < len(active):
-                cache = select(cache, going)
-            active, tokens = [active[row] for row in going], [tokens[row] for row in going]
-            if active:
-                logits = decode(model, tokens, cache, device)
+                if sample.finished is not None:
+                    done.add(i)
+                    if on_end is not None:
+                        on_end(i)
+            batch.release(done)
+            if admitted:
+                speed.prefill_seconds += now - began
+            else:
+                speed.decode_seconds += now - began
+            began = now
 
 
 def _generator(seed: int, key: str) -> torch.Generator:
@@ -231,25 +467,31 @@ def _generator(seed: int, key: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
-def _agree(tokens: list[int], device: torch.device) -> list[int]:
-    """Rank 0's tokens on every rank: a last bit's difference must not send ranks down different texts."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return tokens
-    shared = torch.tensor(tokens, device=device)
-    dist.broadcast(shared, src=0)
-    return shared.tolist()
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, compiled layers run eagerly; the model's mode comes back however this ends."""
+    """Eval mode, no gradients, compiled layers run eagerly, and activation checkpointing, which has nothing to save
+    here but would read random states, steps aside; the model's mode comes back however this ends."""
     training = model.training
     model.eval()
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    checkpointing = [wrapper.checkpoint_fn for wrapper in wrappers]
+    for wrapper in wrappers:
+        cast(Any, wrapper).checkpoint_fn = _call
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        for wrapper, function in zip(wrappers, checkpointing):
+            cast(Any, wrapper).checkpoint_fn = function
         model.train(training)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def settings_of(section: Any) -> Sampling:

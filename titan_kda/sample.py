@@ -59,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=0.95, help="draw among those that hold this much probability (default 0.95)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument("--slots", type=int, default=64, help="sequences generated at once (default 64)")
+    parser.add_argument("--no-cuda-graph", action="store_true", help="decode without a captured CUDA graph")
     parser.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one")
@@ -145,6 +147,10 @@ def load_model(job_config: Any, checkpoint: str | None, device: torch.device, dt
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         weights = read_weights(found, shapes, dtype=torch.float32)
     model.load_state_dict(weights, strict=True, assign=True)
+    for module in model.modules():  # what no checkpoint holds: the experts' counts since the last step
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.zeros_like(buffer, device="cpu"))
     step = "" if found.step is None else f", step {found.step}"
     print(f"{found.path}{step}: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
     return model.to(device, dtype).eval()
@@ -168,7 +174,8 @@ def _report(speed: Speed) -> None:
     if speed.prefill_tokens:
         print(f"prefill: {rate(speed.prefill_tokens, speed.prefill_seconds)}", file=sys.stderr)
     if speed.decode_tokens:
-        print(f"decode: {rate(speed.decode_tokens, speed.decode_seconds)}", file=sys.stderr)
+        graph = f" (CUDA graph, captured in {speed.capture_seconds:.2f} s)" if speed.graph else ""
+        print(f"decode: {rate(speed.decode_tokens, speed.decode_seconds)}{graph}", file=sys.stderr)
 
 
 class Printer:
@@ -214,6 +221,8 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
     check_sampling(args, lambda name: "--" + name.replace("_", "-"))
     if args.num_samples < 1:
         raise JobError(f"--num-samples must be at least 1, got {args.num_samples}")
+    if args.slots < 1:
+        raise JobError(f"--slots must be at least 1, got {args.slots}")
     if any(not stop for stop in args.stop):
         raise JobError("--stop must not be empty")
     if args.checkpoint == "":
@@ -255,6 +264,8 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
             eos_id=None if args.ignore_eos else tokenizer.eos_id,
             vocab_size=tokenizer.get_vocab_size(),
             device=device,
+            slots=args.slots,
+            cuda_graph=False if args.no_cuda_graph else None,
             on_token=printer.token,
             on_end=printer.end,
             speed=speed,

@@ -9,6 +9,9 @@ The kernel has one program a row. It sorts nothing: the least kept logit is foun
 float's ordered integer, 16 for bf16 and 32 for the others, each a pass over the row, which stays in the L1 or L2 cache.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# (a Triton kernel is another language in Python's clothes)
+
 import sys
 from contextlib import nullcontext
 
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from .kernels import implementation
 
-_LARGEST_BLOCK = 32768
+_LARGEST_BLOCK = 4096
 
 
 @triton.jit
@@ -41,17 +44,20 @@ def _key(x, SHIFT: tl.constexpr):
 @triton.jit
 def _above(logits_ptr, V, threshold, best, scale, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """(count, weight) of the tokens whose key is above the threshold, and (count, weight of each) of those at it."""
-    count, weight, ties, tie_weight = 0, 0.0, 0, 0.0
+    count = tl.zeros([BLOCK], tl.int32)  # summed over the threads once, after the pass
+    weight = tl.zeros([BLOCK], tl.float32)
+    ties = tl.zeros([BLOCK], tl.int32)
+    tie_weight = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         x, _, live = _load(logits_ptr, start, V, BLOCK)
         key = _key(x, SHIFT)
         w = tl.exp((x - best) * scale)
         over, at = live & (key > threshold), live & (key == threshold)
-        count += tl.sum(over.to(tl.int32))
-        weight += tl.sum(tl.where(over, w, 0.0))
-        ties += tl.sum(at.to(tl.int32))
-        tie_weight = tl.maximum(tie_weight, tl.max(tl.where(at, w, 0.0)))
-    return count, weight, ties, tie_weight
+        count += over.to(tl.int32)
+        weight += tl.where(over, w, 0.0)
+        ties += at.to(tl.int32)
+        tie_weight = tl.maximum(tie_weight, tl.where(at, w, 0.0))
+    return tl.sum(count), tl.sum(weight), tl.sum(ties), tl.max(tie_weight)
 
 
 @triton.jit
@@ -73,32 +79,35 @@ def _sample_kernel(
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride
     SHIFT: tl.constexpr = 32 - BITS
-    FAR: tl.constexpr = 0x7FFFFFFF
+    FAR: tl.constexpr = 0x7FFFFFFF  # pyright: ignore[reportAssignmentType]
 
-    best = float("-inf")
-    strange = 0
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    infinite = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
         x, _, live = _load(logits_ptr, start, V, BLOCK)
         finite = tl.abs(x) < float("inf")
-        strange += tl.sum((live & (finite == 0)).to(tl.int32))
-        best = tl.maximum(best, tl.max(tl.where(live & finite, x, float("-inf"))))
+        infinite += (live & (finite == 0)).to(tl.int32)
+        largest = tl.maximum(largest, tl.where(live & finite, x, float("-inf")))
+    strange = tl.sum(infinite)
+    best = tl.max(largest)
 
-    token = FAR
+    first = tl.full([BLOCK], FAR, tl.int32)
     if GREEDY:
         for start in range(0, V, BLOCK):
             x, index, live = _load(logits_ptr, start, V, BLOCK)
-            token = tl.minimum(token, tl.min(tl.where(live & (x == best), index, FAR)))
+            first = tl.minimum(first, tl.where(live & (x == best), index, FAR))
+        token = tl.min(first)
     else:
         floor = (row * 0).to(tl.uint32)  # top_k's least key; the keys of finite numbers are above 0
         kept_ties = 0
         if HAS_TOP_K:
             for i in range(BITS):
                 candidate = floor | ((row * 0 + 1).to(tl.uint32) << (BITS - 1 - i))
-                count = 0
+                at_least = tl.zeros([BLOCK], tl.int32)
                 for start in range(0, V, BLOCK):
                     x, _, live = _load(logits_ptr, start, V, BLOCK)
-                    count += tl.sum((live & (_key(x, SHIFT) >= candidate)).to(tl.int32))
-                floor = tl.where(count >= top_k, candidate, floor)
+                    at_least += (live & (_key(x, SHIFT) >= candidate)).to(tl.int32)
+                floor = tl.where(tl.sum(at_least) >= top_k, candidate, floor)
         count, weight, ties, tie_weight = _above(logits_ptr, V, floor, best, scale, SHIFT, BLOCK)
         if HAS_TOP_K:
             kept_ties = tl.minimum(top_k - count, ties)
@@ -109,12 +118,12 @@ def _sample_kernel(
             threshold = floor & 0
             for i in range(BITS):
                 candidate = threshold | ((row * 0 + 1).to(tl.uint32) << (BITS - 1 - i))
-                held = 0.0
+                held = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, V, BLOCK):
                     x, _, live = _load(logits_ptr, start, V, BLOCK)
                     w = tl.exp((x - best) * scale)
-                    held += tl.sum(tl.where(live & (_key(x, SHIFT) >= candidate), w, 0.0))
-                threshold = tl.where((candidate <= floor) | (held >= wanted), candidate, threshold)
+                    held += tl.where(live & (_key(x, SHIFT) >= candidate), w, 0.0)
+                threshold = tl.where((candidate <= floor) | (tl.sum(held) >= wanted), candidate, threshold)
             _, weight, ties, tie_weight = _above(logits_ptr, V, threshold, best, scale, SHIFT, BLOCK)
             needed = tl.ceil((wanted - weight) / tl.maximum(tie_weight, 1e-38))
             needed = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float32)).to(tl.int32)
@@ -122,7 +131,8 @@ def _sample_kernel(
             total = weight + kept_ties * tie_weight
 
         target = tl.load(uniforms_ptr + row) * total
-        sum_before, ties_before, last = 0.0, 0, 0
+        sum_before, ties_before = 0.0, 0
+        last = tl.zeros([BLOCK], tl.int32)
         for start in range(0, V, BLOCK):
             x, index, live = _load(logits_ptr, start, V, BLOCK)
             key = _key(x, SHIFT)
@@ -133,10 +143,12 @@ def _sample_kernel(
                 ties_before += tl.sum(at)
             w = tl.where(kept, tl.exp((x - best) * scale), 0.0)
             passed = (w > 0) & (sum_before + tl.cumsum(w) > target)
-            token = tl.minimum(token, tl.min(tl.where(passed, index, FAR)))
-            last = tl.maximum(last, tl.max(tl.where(w > 0, index, 0)))
+            first = tl.minimum(first, tl.where(passed, index, FAR))
+            last = tl.maximum(last, tl.where(w > 0, index, 0))
             sum_before += tl.sum(w)
-        token = tl.where(token == FAR, last, token)  # the sum of the parts may be less than the whole, by rounding
+        token = tl.min(first)
+        # The sum of the parts may be less than the whole, by rounding.
+        token = tl.where(token == FAR, tl.max(last), token)
 
     tl.store(tokens_ptr + row, tl.where(strange > 0, -1, token).to(tl.int64))
 
@@ -162,7 +174,7 @@ def _launch(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, to
             HAS_TOP_P=top_p < 1,
             BITS=16 if logits.dtype == torch.bfloat16 else 32,
             BLOCK=block,
-            num_warps=max(1, min(16, block // 256)),
+            num_warps=max(1, min(16, block // 128)),
         )
     return tokens
 

@@ -135,7 +135,12 @@ class GeneratingValidator(Validator):
             logger.info(f"step {step} sample: {prompt}{text}")
         if speed.decode_seconds > 0:
             rate = speed.decode_tokens / speed.decode_seconds
-            logger.info(f"step {step} generated {speed.decode_tokens} tokens at {rate:,.0f} a second")
+            seconds = speed.prefill_seconds + speed.capture_seconds + speed.decode_seconds
+            graph = ", by a CUDA graph" if speed.graph else ""
+            logger.info(
+                f"step {step} generated {speed.decode_tokens} tokens at {rate:,.0f} a second{graph}; "
+                f"{seconds:.2f} s with the prompts"
+            )
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._write(step, samples, texts)
             self._log_text(step, texts)
