@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,7 +184,8 @@ def import_folder(
             progress(name, done, total)
             return folder.parameter(name, types[name])
 
-        with _growing(Path(out)) as checkpoint:
+        with _growing(Path(out)) as checkpoint, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
             writer = FileSystemWriter(checkpoint, single_file_per_rank=False)
             save_checkpoint(state_dict, storage_writer=writer, planner=_Reading(read), no_dist=True)
 

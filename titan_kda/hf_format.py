@@ -311,7 +311,7 @@ def config_of(args: ModelArgs, tokens: TokenIds, dtype: torch.dtype) -> dict[str
         "pad_token_id": tokens.pad,
         "initializer_range": 0.02,
         "model_max_length": 1_048_576,  # the released one; without positions, memory alone bounds it
-        "use_cache": True,
+        "use_cache": any(args.mixer_of(i) == "mla" for i in layers),  # transformers' cache wants a layer of that kind
     }
     return config
 
