@@ -54,7 +54,7 @@ VALUE_BLOCKS = (32, 64, 128)
 
 
 @triton.jit
-def _chunk_starts_kernel(cu_seqlens, chunk_starts, N, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _chunk_starts_kernel(cu_seqlens, chunk_starts, N, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """chunk_starts[n]: how many chunks lie before sequence n, for n from 0 to N."""
     total = 0
     tl.store(chunk_starts, 0)
@@ -66,6 +66,7 @@ def _chunk_starts_kernel(cu_seqlens, chunk_starts, N, CHUNK: tl.constexpr, BLOCK
         counts = (tl.maximum(end - begin, 0) + CHUNK - 1) // CHUNK
         tl.store(chunk_starts + n + 1, total + tl.cumsum(counts, 0), mask=n < N)
         total += tl.sum(counts, 0)
+    tl.device_assert(total <= chunks, "h must hold every chunk of the sequences")
 
 
 @triton.jit
@@ -267,7 +268,7 @@ def launch_chunk_output(
         chunk_starts = None
         if cu_seqlens is not None:
             chunk_starts = torch.empty(sequences + 1, dtype=torch.int32, device=q.device)
-            _chunk_starts_kernel[(1,)](cu_seqlens, chunk_starts, sequences, CHUNK=chunk_size, BLOCK=1024)
+            _chunk_starts_kernel[(1,)](cu_seqlens, chunk_starts, sequences, chunks, CHUNK=chunk_size, BLOCK=1024)
         _chunk_output_kernel[(programs,)](
             q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
             tokens, sequences, heads, q.shape[2], key_width, value_width, total, scale, 1.0 if log2 else LOG2_E,
@@ -589,6 +590,8 @@ def chunk_fwd_o_vk(
     }
     optional = {"o": o, "k": k, "g": g, "gk": gk, "a_qk": a_qk}
     _check(op, forms, q, v, h, optional, cu_seqlens, chunk_size, block_v)
+    if any(stride == 0 and size > 1 for stride, size in zip(o.stride(), o.shape)):
+        raise ValueError(f"{op}: o is written to and must not be an expanded tensor, got stride {o.stride()}")
     scale = _scale(op, scale, q.shape[3])
     if wants_grad(q, v, h, *optional.values()):
         raise RuntimeError(f"{op} has no backward: chunk_kda trains, and chunk_output(impl='reference') differentiates")

@@ -290,6 +290,8 @@ def test_vk_errors():
         chunk_fwd_o_vk(q, k, v, o, inputs["h"])
     with error(ValueError, r"o must be \[B, T, H, V\] = \[1, 20, 2, 20\], got \[1, 19, 2, 20\]"):
         chunk_fwd_o_vk(q, k, v, o[:, 1:], h)
+    with error(ValueError, "o is written to and must not be an expanded tensor"):
+        chunk_fwd_o_vk(q, k, v, o[:, :1].expand_as(o), h)
     with error(ValueError, r"g must be \[B, H, T\] = \[1, 2, 20\], got \[1, 20, 2\]"):
         chunk_fwd_o_vk(q, k, v, o, h, torch.zeros(1, 20, 2))
     with error(ValueError, "k is needed to form a_qk"):
