@@ -7,6 +7,7 @@ are spread by torchtitan's own plans: whole experts over the ranks of an expert-
 data-parallel ranks, or every expert's width over the tensor-parallel ones.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -256,6 +257,8 @@ def apply_fsdp(decoder: Decoder, parallel_dims: ParallelDims, job_config: Any) -
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param], reduce_dtype=reduce_dtype
     )
+    # A layer's stream has that type already, and the gathered A_log and dt_bias beside it must keep theirs.
+    layer_policy = replace(policy, cast_forward_inputs=False)
     shared: dict[str, Any] = {"mesh": mesh}
     if training.enable_cpu_offload:
         shared["offload_policy"] = CPUOffloadPolicy()
@@ -291,7 +294,7 @@ def apply_fsdp(decoder: Decoder, parallel_dims: ParallelDims, job_config: Any) -
                 shard_placement_fn=(lambda parameter: Shard(1)) if few else None,  # fewer experts than shards
                 **(shared | {"mesh": expert_mesh}),
             )
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard, **shared)
+        fully_shard(layer, mp_policy=layer_policy, reshard_after_forward=reshard, **shared)
     if not tied:
         fully_shard([decoder.norm, decoder.output], mp_policy=policy, reshard_after_forward=always, **shared)
     fully_shard(decoder, mp_policy=policy, **shared)
