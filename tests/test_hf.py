@@ -3,11 +3,13 @@
 import gc
 import json
 import os
+import random
 import re
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import pytest
@@ -27,8 +29,11 @@ from titan_kda.checkpoint import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     UnfinishedCheckpointError,
+    latest_step,
     read_weights,
+    remove_half_written,
     resolve_checkpoint,
+    unfinished_name,
 )
 from titan_kda.generate import Sample, Sampling, generate
 from titan_kda.job_config import JobError
@@ -74,8 +79,42 @@ HYBRID = ModelArgs(
     routed_scaling_factor=2.446,
     gate="softplus",
 )
+
+
+def random_hybrid(seed):
+    """Layers of every kind in some order, widths that divide nothing."""
+    draw = random.Random(seed)
+    width = draw.randint(5, 20)
+    return ModelArgs(
+        vocab_size=draw.randint(30, 90),
+        dim=draw.randint(20, 50),
+        n_layers=4,
+        layer_pattern=draw.sample(["kda", "kda", "mla", draw.choice(["kda", "mla"])], 4),
+        n_heads=draw.randint(1, 4),
+        key_width=width,
+        value_width=width,
+        conv_width=draw.randint(2, 5),
+        attn_heads=draw.randint(1, 4),
+        kv_lora_rank=draw.randint(5, 20),
+        qk_nope_head_dim=draw.randint(4, 20),
+        qk_rope_head_dim=draw.randint(1, 10),
+        v_head_dim=draw.randint(4, 20),
+        ffn_width=draw.randint(20, 60),
+        num_experts=draw.randint(4, 9),
+        num_experts_per_token=draw.randint(2, 4),  # of one, renormalised, the router would get no gradient
+        num_shared_experts=draw.randint(1, 2),
+        expert_width=draw.randint(8, 24),
+        first_k_dense=draw.randint(1, 2),
+        routed_scaling_factor=draw.uniform(0.5, 3),
+        norm_eps=draw.choice([1e-5, 1e-3]),
+        gate="softplus",
+    )
+
+
 ARCHITECTURES = {
     "hybrid": HYBRID,
+    "random hybrid 1": random_hybrid(1),
+    "random hybrid 2": random_hybrid(2),
     "dense, all KDA, another convolution": replace(
         HYBRID, n_layers=2, layer_pattern=["kda"], num_experts=0, conv_width=3, key_width=16, value_width=16
     ),
@@ -165,14 +204,14 @@ def fresh_model(args, seed=0):
         model = Decoder(args)
     model.to_empty(device="cpu")
     model.init_weights(seed=seed)
-    random = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
     for layer in model.layers.values():
         if layer.moe is not None:
-            torch.nn.init.normal_(layer.moe.expert_bias, std=0.1, generator=random)
+            torch.nn.init.normal_(layer.moe.expert_bias, std=0.1, generator=draw)
     return model.eval()
 
 
-def prompt(args, rows=2, tokens=90):
+def prompt(args, rows=2, tokens=80):
     return torch.randint(args.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
@@ -649,7 +688,64 @@ def test_an_interrupted_export_never_looks_whole(hybrid, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and len(list(left.glob("*.safetensors"))) == 2
     with pytest.raises(UnfinishedCheckpointError, match=r"model-00003-of-.* is missing"):
         resolve_checkpoint(left)
-    assert not re.search(r"step-\d", hf_format.unfinished_name(Path("step-0")).name)  # torchtitan searches for that
+    assert not re.search(r"step-\d", unfinished_name(Path("step-0")).name)  # torchtitan searches for that
+
+
+def test_an_interrupted_last_save_is_cleared_away_and_a_whole_one_takes_its_name(hybrid, tmp_path):
+    model, folder = hybrid
+    tensors = tensors_of(folder)
+
+    def save(manager, state_dict, checkpoint_id, fails=False, **kwargs):
+        Path(checkpoint_id, "sharded").mkdir(parents=True)
+        Path(checkpoint_id, "sharded", "shard-1.safetensors").touch()
+        if fails:
+            raise KeyboardInterrupt
+        assert state_dict["norm.weight"].dtype == torch.bfloat16
+        converted = manager.sd_adapter.to_hf(state_dict)
+        save_file({key: tensor.clone() for key, tensor in converted.items()}, Path(checkpoint_id, "model.safetensors"))
+
+    manager = SimpleNamespace(sd_adapter=hf.KimiLinearAdapter(HYBRID, None), states={"model": model})
+    cast = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt):
+        hf._save_last_step(manager, save, cast, tmp_path / "step-2", fails=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished-2"] and latest_step(tmp_path) is None
+    (tmp_path / "unfinished-0-a_b1").mkdir()  # of an import
+    (tmp_path / "unfinished-thoughts").mkdir()  # somebody's own
+    remove_half_written(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished-thoughts"]
+
+    (tmp_path / "step-2").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        hf._save_last_step(manager, save, cast, tmp_path / "step-2", fails=True)
+    hf._save_last_step(manager, save, cast, tmp_path / "step-2")
+    names = {"step-2", "set-aside-2", "unfinished-thoughts"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert {path.name for path in (tmp_path / "step-2").iterdir()} == {"config.json", "model.safetensors"}
+    for key, tensor in tensors_of(tmp_path / "step-2").items():
+        kept = key.endswith(("A_log", "dt_bias", "e_score_correction_bias"))
+        assert torch.equal(tensor, tensors[key] if kept else tensors[key].bfloat16()), key
+
+
+def test_the_tokenizer_comes_along(hybrid, tmp_path):
+    """Its files are copied, and its special tokens' ids are those of the folder it came from."""
+    model, _ = hybrid
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "README.md"):
+        (assets / name).write_text(name)
+    byte = SimpleNamespace(bos_id=5, eos_id=6)
+    assert hf_format.token_ids(61, byte, assets) == (5, 6, None)
+    (assets / "config.json").write_text('{"model_type": "kimi_linear", "eos_token_id": [3, 4], "pad_token_id": 0}')
+    tokens = hf_format.token_ids(61, byte, assets)
+    assert tokens == (None, 3, 0) and hf_format.token_ids(61) == (None, None, None)
+    out = export(model, tmp_path, tokens=tokens, assets=assets)
+    assert {path.name for path in out.iterdir() if "model" not in path.name} == {
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    config = json.loads((out / "config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None, 3, 0]
 
 
 # ---- torchtitan's adapter ----
@@ -798,13 +894,14 @@ def job_args(toml, *settings):
     return model_args_of(load_job([f"--job.config_file={toml}", *settings], reads_data=False))
 
 
-def test_the_stock_trainer_loads_a_folder_and_saves_one_under_fsdp(trained, tmp_path):
+def test_the_stock_trainer_loads_a_folder_and_saves_one_under_fsdp_and_expert_parallelism(trained, tmp_path):
     """torchrun -m torchtitan.train on two ranks; with a learning rate of 0 what it saves is what it loaded."""
     source = trained.parent / "run" / "checkpoint" / "step-2"
     settings = TINY_HYBRID | {
         "training.steps": 1,
         "optimizer.lr": 0.0,
         "parallelism.data_parallel_shard_degree": 2,
+        "parallelism.expert_parallel_degree": 2,
         "checkpoint.initial_load_in_hf": True,
         "checkpoint.initial_load_path": str(source),
     }

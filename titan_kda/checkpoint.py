@@ -37,6 +37,7 @@ TRAINER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 _METADATA = ".metadata"
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 _STEP = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"unfinished-\d+(-\w+)?")
 _DCP_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|__\d+\.metadata(\.tmp)?")
 _SHOWN = 3  # names shown in a message
 
@@ -652,11 +653,17 @@ def _is_whole(path: Path) -> bool:
 def remove_half_written(folder: str | os.PathLike) -> list[Path]:
     """Removes the saves in a checkpoint folder that were never finished; returns the paths that are gone.
 
-    Only folders named step-N are touched. One without ``.metadata`` that holds nothing but DCP's files is deleted; one
-    whose ``.metadata`` names files that are missing or short (a deletion that was interrupted) is set aside, as
-    ``set_aside_newer`` does. Links, exports in Hugging Face form and folders that hold anything else stay.
+    Folders named unfinished-N, in which exports and imports grow, are deleted. Of the folders named step-N, one
+    without ``.metadata`` that holds nothing but DCP's files is deleted; one whose ``.metadata`` names files that are
+    missing or short (a deletion that was interrupted) is set aside, as ``set_aside_newer`` does. Links, exports in
+    Hugging Face form and folders that hold anything else stay.
     """
     gone = []
+    for path in sorted(Path(folder).glob("unfinished-*")):
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            logger.warning("removing %s: it was not finished", path)
+            shutil.rmtree(path)
+            gone.append(path)
     for _, path in _steps(Path(folder)):
         if path.is_symlink() or _kind_of(path) == "safetensors":
             continue
@@ -685,6 +692,11 @@ def set_aside_newer(folder: str | os.PathLike, step: int) -> list[Path]:
             set_aside(path, f"{path} is newer than step {step}, from which the job goes on")
             gone.append(path)
     return gone
+
+
+def unfinished_name(target: Path) -> Path:
+    """Where a folder grows until it is whole: beside it, and no name that torchtitan would take for a step's."""
+    return target.with_name(f"unfinished-{target.name.replace('step-', '')}")
 
 
 def set_aside(path: Path, reason: str) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from . import hf_format
 from ._version import __version__
-from .checkpoint import Checkpoint, CheckpointError, open_weights, resolve_checkpoint
+from .checkpoint import Checkpoint, CheckpointError, open_weights, resolve_checkpoint, unfinished_name
 from .data import build_tokenizer
 from .job_config import JobError, model_args_of
 from .model import ModelArgs
@@ -58,7 +58,7 @@ def _growing(target: Path) -> Iterator[Path]:
         raise CheckpointError(f"{target} is there already: name another, or move it away")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        growing = Path(tempfile.mkdtemp(prefix=hf_format.unfinished_name(target).name + "-", dir=target.parent))
+        growing = Path(tempfile.mkdtemp(prefix=unfinished_name(target).name + "-", dir=target.parent))
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from None
     try:

@@ -35,7 +35,7 @@ from torch.futures import Future
 from torchtitan.components import checkpoint as torchtitan_checkpoint
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from .checkpoint import CheckpointError, CheckpointMismatchError, set_aside
+from .checkpoint import CheckpointError, CheckpointMismatchError, set_aside, unfinished_name
 from .hf_format import (
     Folder,
     Slot,
@@ -49,7 +49,6 @@ from .hf_format import (
     plan_shards,
     shapes_of,
     token_ids,
-    unfinished_name,
     write_config,
 )
 from .model import ModelArgs

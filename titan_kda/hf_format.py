@@ -632,11 +632,6 @@ def read_weights(path: str | os.PathLike, args: ModelArgs, *, dtype: torch.dtype
 # ---- a folder, written ----
 
 
-def unfinished_name(target: Path) -> Path:
-    """Where a folder grows until it is whole: no name that torchtitan would take for a step's."""
-    return target.with_name(f"unfinished-{target.name.replace('step-', '')}")
-
-
 def write_config(
     folder: Path, args: ModelArgs, tokens: TokenIds, dtype: torch.dtype, assets: str | os.PathLike | None = None
 ) -> None:
