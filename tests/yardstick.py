@@ -42,7 +42,7 @@ def check(name: str, got: torch.Tensor, want: torch.Tensor, row: str, kind: str)
     error = rms_error(got, want)
     assert error <= limits[kind], f"{name}: relative RMS error {error:.3e} above {limits[kind]:.0e} ({row}, {kind})"
     worst = max_error(got, want)
-    limit = max(limits["max"], limits[kind])
+    limit = max(limits["max"], limits[kind])  # FP32's gate gradients: sums over tokens of either sign, which cancel
     assert worst <= limit, f"{name}: max error / max {worst:.3e} above {limit:.0e} ({row})"
 
 
