@@ -158,7 +158,7 @@ def harness_model(
     Raises:
         ImportError: lm_eval is not installed.
     """
-    from lm_eval.api.model import LM
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
     vocab_size = tokenizer.get_vocab_size()
 
@@ -272,7 +272,7 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
             raise JobError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.task:
         try:
-            import lm_eval  # noqa: F401
+            import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise JobError(f"--task needs lm-evaluation-harness (pip install 'titan-kda[eval]'): {error}") from None
     check_settings(settings)
@@ -332,8 +332,8 @@ def _evaluate(
             result["generated"].append({"prompt": prompt, "text": text, "finished": sample.finished})
             shown(f"---- {prompt!r} ----\n{prompt}{text}")
     if args.task:
-        from lm_eval import simple_evaluate
-        from lm_eval.utils import make_table
+        from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+        from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports]
 
         found = simple_evaluate(model=harness_model(model, tokenizer, device), tasks=args.task, limit=args.limit)
         assert found is not None

@@ -293,7 +293,8 @@ class _Growing(_Batch):
         return 0 if self.rows else self.limit
 
     def _insert(self, samples: list[int], fresh: ModelCache, tokens: Tensor) -> None:
-        self.rows, self.cache, self.tokens = [*samples], fresh, tokens
+        self.rows = list[int | None](samples)
+        self.cache, self.tokens = fresh, tokens
 
     def step(self, uniforms: Tensor) -> Tensor:
         self.tokens = self.pick(_decode(self.model, self.tokens.clamp_min(0), self.cache), uniforms)
@@ -302,7 +303,7 @@ class _Growing(_Batch):
     def release(self, done: set[int]) -> None:
         going = [row for row, sample in enumerate(self.rows) if sample not in done]
         if len(going) < len(self.rows):
-            self.rows = [self.rows[row] for row in going]
+            self.rows = list[int | None](self.rows[row] for row in going)
             self.cache, self.tokens = select(self.cache, going), self.tokens.index_select(0, _to(self.device, going))
 
 

@@ -287,12 +287,13 @@ def apply_fsdp(decoder: Decoder, parallel_dims: ParallelDims, job_config: Any) -
             names = ["dp_replicate", "efsdp"] if parallel_dims.dp_replicate_enabled else ["efsdp"]
             expert_mesh = parallel_dims.get_mesh(names)
             few = parallel_dims.get_mesh("efsdp").size() * parallel_dims.ep > moe.experts.num_experts
+            beside: dict[str, Any] = shared | {"mesh": expert_mesh}
             fully_shard(
                 moe.experts,
                 mp_policy=policy,
                 reshard_after_forward=reshard,
                 shard_placement_fn=(lambda parameter: Shard(1)) if few else None,  # fewer experts than shards
-                **(shared | {"mesh": expert_mesh}),
+                **beside,
             )
         fully_shard(layer, mp_policy=layer_policy, reshard_after_forward=reshard, **shared)
     if not tied:
