@@ -19,6 +19,7 @@ Every variant starts from the same weights and reads the same text. Speed and me
 import argparse
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import shlex
@@ -26,6 +27,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +219,19 @@ def free_port() -> str:
 
 def train(settings: list[str], steps: int, warmup: int, job: str, folder: str) -> dict[str, Any]:
     """Trains a fresh model; returns its losses and what it took."""
+    from titan_kda.model import FLAVORS
+
+    flavors = dict(FLAVORS)
+    FLAVORS.update(
+        {name: replace(flavor) for name, flavor in flavors.items()}
+    )  # torchtitan writes into the one it takes
+    try:
+        return _train(settings, steps, warmup, job, folder)
+    finally:
+        FLAVORS.update(flavors)
+
+
+def _train(settings: list[str], steps: int, warmup: int, job: str, folder: str) -> dict[str, Any]:
     from titan_kda.train import load_job, single_process_environment
 
     config = load_job([f"--job.config_file={job}", *settings])
@@ -311,14 +326,18 @@ def main(argv: list[str] | None = None) -> int:
     args, settings = parser.parse_known_args(argv)
     if not 1 <= args.warmup < args.steps:
         parser.error("--warmup must be at least 1 and below --steps")
+    variants = [shlex.split(variant) for variant in args.variant or ["ours", "fla"]]
+    if not all(variants):
+        parser.error("a --variant needs a name")
+    if any(name.startswith("fla") for name, *_ in variants) and importlib.util.find_spec("fla") is None:
+        parser.error("a variant named fla... needs fla-core: pip install 'titan-kda[bench]'")
     from torchtitan.tools.logging import init_logger
 
     from titan_kda.job_config import JobError
 
     init_logger()
     results: dict[str, dict[str, Any]] = {}
-    for variant in args.variant or ["ours", "fla"]:
-        name, *own = shlex.split(variant)
+    for name, *own in variants:
         swapped = fla_in_the_layer() if name.startswith("fla") else contextlib.nullcontext()
         try:
             with swapped:
