@@ -61,7 +61,8 @@ class ChunkConfig:
 
     prepare_warps: int
     prepare_block: int
-    prepare_registers: int | None
+    prepare_columns: int
+    prepare_stages: int
     scan_warps: int
     scan_stages: int
     backward_scan_stages: int
@@ -73,13 +74,14 @@ def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
     """From the widths and the operands' type alone: a sequence's bits may not depend on what else is in the batch."""
     wide = padded_key_width > 128
     return ChunkConfig(
-        prepare_warps=4,
-        prepare_block=64,
-        prepare_registers=None,
+        prepare_warps=2,
+        prepare_block=32,
+        prepare_columns=64,
+        prepare_stages=1 if full_precision else 2,
         scan_warps=8 if wide else 4,
         scan_stages=1 if full_precision or wide else 3,
         backward_scan_stages=1 if full_precision or wide else 2,
-        inputs_warps=8,
+        inputs_warps=4,
         inputs_block=64,
     )
 

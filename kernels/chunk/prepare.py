@@ -1,13 +1,15 @@
 """Stage 1 of chunk_kda: everything of a chunk that does not need the state (Kimi Linear, arXiv 2510.26692).
 
-One program per (chunk, head). It reads q, k, v, the cumulative gate G and beta once from memory (what it reads again
-comes from the cache), forms the decayed scores by levels (tiles.py), inverts I + L, and writes what the scan multiplies
-with the state:
+One program of two warps per (chunk, head). It reads q, k, v, the cumulative gate G and beta from memory, forms the
+decayed scores (scores.py), inverts I + L with L = beta_i <k_i D_ij, k_j>, and writes what the scan multiplies with the
+state:
 
     q_decayed = q 2^G      k_decayed = k 2^(G_last - G)      w = A (beta k 2^G)      u = A (beta v)      a_qk
 
 in the inputs' type, at padded widths, token-major like the inputs: any number of tiny sequences needs no more memory
-than one long one. At K = V = 128 in bf16: 1,284 bytes read and 1,152 written for each token and head.
+than one long one. At K = V = 128 in bf16: 1,284 bytes read and 1,152 written for each token and head. On their way w's
+place holds k 2^G and u's the scores of k, which the program itself reads back from the cache: what waits there holds no
+registers.
 """
 
 from typing import NamedTuple
@@ -19,16 +21,15 @@ from torch import Tensor
 
 from .. import configs
 from .._operator import LOG2_E
+from .scores import load_clamped, score_blocks, score_corner, score_levels, store_rows
 from .tiles import (
     CHUNK,
     block_width,
     chunk_slots,
     invert_unit_lower,
-    keep_levels,
-    level_factors,
-    load_rows,
     locate_chunk,
     matmul,
+    merge_inverses,
     operand_dtype,
 )
 
@@ -44,66 +45,38 @@ class Prepared(NamedTuple):
 
 
 @triton.jit
-def add_level(
-    q_scores, k_scores, q, k, gate, rows, K, stride, steps, log_level,
-    BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Adds one level's pairs to <q_i D_ij, k_j> and <k_i D_ij, k_j>."""
-    row = tl.arange(0, 64)[:, None]
-    level = 1 << log_level
-    anchor = (row & -(2 * level)) + level
-    for step in range(0, steps):
-        column = step * BK + tl.arange(0, BK)[None, :]
-        q_tile = load_rows(q, row, rows, column, K, stride, MASKED)
-        k_tile = load_rows(k, row, rows, column, K, stride, MASKED)
-        gate_tile = load_rows(gate, row, rows, column, K, stride, MASKED)
-        gate_anchor = load_rows(gate, anchor, rows, column, K, stride, MASKED)
-        above, below = level_factors(gate_tile, gate_anchor, row, level)
-        q_row = (q_tile.to(tl.float32) * above).to(OPERAND)
-        k_row = (k_tile.to(tl.float32) * above).to(OPERAND)
-        k_column = tl.trans((k_tile.to(tl.float32) * below).to(OPERAND))
-        q_scores = tl.dot(q_row, k_column, q_scores, input_precision=PRECISION)
-        k_scores = tl.dot(k_row, k_column, k_scores, input_precision=PRECISION)
-    return keep_levels(q_scores, log_level + 1), keep_levels(k_scores, log_level + 1)
+def load_scores(lower, rows, stride, ROW: tl.constexpr, COLUMN: tl.constexpr, beta, H):
+    """A quarter [32, 32] of L: the strictly lower part of what was stored, times the row's beta."""
+    i = tl.arange(0, 32)[:, None]
+    j = tl.arange(0, 32)[None, :]
+    mask = (ROW + i < rows) & (ROW + i > COLUMN + j)
+    tile = tl.load(lower + (ROW + i) * stride + COLUMN + j, mask=mask, other=0.0).to(tl.float32)
+    return tile * tl.load(beta + (ROW + i) * H, mask=ROW + i < rows, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def add_anchored_diagonal(
-    q_scores, k_scores, q, k, gate, rows, K, stride, half_range, steps,
-    BK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+def apply_inverse(
+    upper, corner, lower, source, target, rows, width, stride_source, stride_target, column,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Levels 1 to 8 at once, under a promised bound: products around each block's first row, shifted by
-    half the block's range so that both factors stay within 2^(+-half_range). The clamp keeps broken promises finite."""
-    row = tl.arange(0, 64)[:, None]
-    anchor = row // 16 * 16
-    for step in range(0, steps):
-        column = step * BK + tl.arange(0, BK)[None, :]
-        q_tile = load_rows(q, row, rows, column, K, stride, MASKED)
-        k_tile = load_rows(k, row, rows, column, K, stride, MASKED)
-        gate_tile = load_rows(gate, row, rows, column, K, stride, MASKED)
-        delta = gate_tile - load_rows(gate, anchor, rows, column, K, stride, MASKED) + half_range
-        delta = tl.minimum(tl.maximum(delta, -half_range), half_range)
-        above = tl.exp2(delta)
-        q_row = (q_tile.to(tl.float32) * above).to(OPERAND)
-        k_row = (k_tile.to(tl.float32) * above).to(OPERAND)
-        k_column = tl.trans((k_tile.to(tl.float32) * tl.exp2(-delta)).to(OPERAND))
-        q_scores = tl.dot(q_row, k_column, q_scores, input_precision=PRECISION)
-        k_scores = tl.dot(k_row, k_column, k_scores, input_precision=PRECISION)
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    q_scores = tl.where((i > j) & (i // 16 == j // 16), q_scores, 0.0)
-    k_scores = tl.where((i > j) & (i // 16 == j // 16), k_scores, 0.0)
-    return q_scores, k_scores
+    """[[upper, 0], [corner, lower]] times 64 rows of ``source``."""
+    row = tl.arange(0, 32)[:, None]
+    first = load_clamped(source, row, rows, column, width, stride_source, MASKED).to(upper.dtype)
+    second = load_clamped(source, 32 + row, rows, column, width, stride_source, MASKED).to(upper.dtype)
+    out_first = matmul(upper, first, PRECISION)
+    out_second = tl.dot(lower, second, matmul(corner, first, PRECISION), input_precision=PRECISION)
+    if IN_PLACE:
+        tl.debug_barrier()  # every thread has read its rows
+    store_rows(target, out_first, row, rows, stride_target, column)
+    store_rows(target, out_second, 32 + row, rows, stride_target, column)
 
 
 @triton.jit
 def prepare_kernel(
-    q, k, v, gate, beta, cu_seqlens, q_decayed, k_decayed, w, u, a_qk, a_inv, q_scale,
-    T, N, H, K, V, steps, steps_v, half_range,
+    q, k, v, gate, beta, cu_seqlens, q_decayed, k_decayed, w, u, a_qk, a_inv, q_scale, T, N, H, K, V, half_range,
     PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr,
-    SAVE_INVERSE: tl.constexpr,
-    Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr, FULL: tl.constexpr,
+    SAVE_INVERSE: tl.constexpr, Q_NORM: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -114,62 +87,73 @@ def prepare_kernel(
     first = start * H + head  # of a [tokens, H] table
     q += first * K
     k += first * K
+    v += first * V
     gate += first * K
-    stride = H * K
-
-    row = tl.arange(0, 64)[:, None]
-    in_rows = row < rows
-    q_scores = tl.zeros((64, 64), tl.float32)
-    k_scores = tl.zeros((64, 64), tl.float32)
-    if ANCHORED:
-        q_scores, k_scores = add_anchored_diagonal(
-            q_scores, k_scores, q, k, gate, rows, K, stride, half_range,
-            steps, BK, MASK_K, PRECISION, OPERAND,
-        )  # fmt: skip
-    for log_level in range(4 if ANCHORED else 0, 6):
-        q_scores, k_scores = add_level(
-            q_scores, k_scores, q, k, gate, rows, K, stride,
-            steps, log_level, BK, MASK_K, PRECISION, OPERAND,
-        )  # fmt: skip
-
-    # The rows that meet the state, and what the other outputs need of them.
-    beta_row = tl.load(beta + first + row * H, mask=in_rows, other=0.0).to(tl.float32)
-    dot_qk = tl.zeros((64,), tl.float32)
-    square = tl.zeros((64,), tl.float32)
-    for step in range(0, steps):
-        column = step * BK + tl.arange(0, BK)[None, :]
-        q_tile = load_rows(q, row, rows, column, K, stride, MASK_K).to(tl.float32)
-        k_tile = load_rows(k, row, rows, column, K, stride, MASK_K).to(tl.float32)
-        dot_qk += tl.sum(q_tile * k_tile, axis=1)
-        if Q_NORM:
-            square += tl.sum(q_tile * q_tile, axis=1)
-    q_scores = tl.where(row == tl.arange(0, 64)[None, :], dot_qk[:, None], q_scores)
-    if Q_NORM:
-        tl.store(q_scale + first + tl.arange(0, 64) * H, tl.rsqrt(square + 1e-6), mask=tl.arange(0, 64) < rows)
-    where = first * 64 + row * (H * 64) + tl.arange(0, 64)[None, :]
-    tl.store(a_qk + where, q_scores.to(OPERAND), mask=in_rows)
-    inverse = invert_unit_lower(k_scores * beta_row, FULL).to(OPERAND)
+    beta += first
+    q_decayed += first * WIDTH_K
+    k_decayed += first * WIDTH_K
+    w += first * WIDTH_K
+    u += first * WIDTH_V
+    a_qk += first * 64
+    stride_k = H * WIDTH_K
+    stride_u = H * WIDTH_V
+    stride_a = H * 64
     if SAVE_INVERSE:
-        tl.store(a_inv + where, inverse, mask=in_rows)
+        a_inv += first * 64
+    if Q_NORM:
+        q_scale += first
+    # The scores of k stay in u's place until u is known: in FP16, as the inverse's products take them.
+    scores = u
+    if not FULL:
+        scores = u.to(tl.pointer_type(tl.float16))
 
-    for step in range(0, steps):
-        column = step * BK + tl.arange(0, BK)[None, :]
-        q_tile = load_rows(q, row, rows, column, K, stride, MASK_K)
-        k_tile = load_rows(k, row, rows, column, K, stride, MASK_K)
-        gate_tile = load_rows(gate, row, rows, column, K, stride, MASK_K)
-        gate_last = load_rows(gate, rows - 1 + tl.zeros((1, 1), tl.int32), rows, column, K, stride, MASK_K)
-        decay = tl.exp2(gate_tile)
-        target = first * WIDTH_K + row * (H * WIDTH_K) + column
-        tl.store(q_decayed + target, (q_tile.to(tl.float32) * decay).to(OPERAND), mask=in_rows)
-        k_last = k_tile.to(tl.float32) * tl.exp2(-tl.abs(gate_last - gate_tile))
-        tl.store(k_decayed + target, k_last.to(OPERAND), mask=in_rows)
-        w_tile = matmul(inverse, (k_tile.to(tl.float32) * decay * beta_row).to(OPERAND), PRECISION)
-        tl.store(w + target, w_tile.to(OPERAND), mask=in_rows)
-    for step in range(0, steps_v):
-        column = step * BV + tl.arange(0, BV)[None, :]
-        v_tile = load_rows(v + first * V, row, rows, column, V, H * V, MASK_V)
-        u_tile = matmul(inverse, (v_tile.to(tl.float32) * beta_row).to(OPERAND), PRECISION)
-        tl.store(u + first * WIDTH_V + row * (H * WIDTH_V) + column, u_tile.to(OPERAND), mask=in_rows)
+    if ANCHORED:
+        score_blocks(
+            q, k, gate, q_decayed, k_decayed, w, a_qk, scores, q_scale, rows, H, K, H * K, stride_k, stride_a, stride_u,
+            half_range, MASK_K, Q_NORM, WIDTH_K, BK, PRECISION, OPERAND, FULL, STAGES,
+        )  # fmt: skip
+    else:
+        score_levels(
+            q, k, gate, q_decayed, k_decayed, w, a_qk, scores, q_scale, rows, H, K, H * K, stride_k, stride_a, stride_u,
+            0, MASK_K, Q_NORM, WIDTH_K, BK, PRECISION, OPERAND,
+        )  # fmt: skip
+        score_levels(
+            q, k, gate, q_decayed, k_decayed, w, a_qk, scores, q_scale, rows, H, K, H * K, stride_k, stride_a, stride_u,
+            32, MASK_K, Q_NORM, WIDTH_K, BK, PRECISION, OPERAND,
+        )  # fmt: skip
+        score_corner(
+            q, k, gate, a_qk, scores, rows, K, H * K, stride_a, stride_u, MASK_K, WIDTH_K, BK, PRECISION, OPERAND
+        )  # fmt: skip
+    i = tl.arange(0, 32)[:, None]
+    j = tl.arange(0, 32)[None, :]
+    nothing = tl.zeros((32, 32), tl.float32)
+    store_rows(a_qk, nothing, i, rows, stride_a, 32 + j)
+    tl.debug_barrier()  # the scores and k 2^G were written by other threads of this program
+
+    upper = invert_unit_lower(load_scores(scores, rows, stride_u, 0, 0, beta, H), FULL)
+    lower = invert_unit_lower(load_scores(scores, rows, stride_u, 32, 32, beta, H), FULL)
+    corner = merge_inverses(upper, load_scores(scores, rows, stride_u, 32, 0, beta, H), lower, FULL)
+    if SAVE_INVERSE:
+        store_rows(a_inv, upper, i, rows, stride_a, j)
+        store_rows(a_inv, nothing, i, rows, stride_a, 32 + j)
+        store_rows(a_inv, corner, 32 + i, rows, stride_a, j)
+        store_rows(a_inv, lower, 32 + i, rows, stride_a, 32 + j)
+    # A diag(beta), so that k 2^G and v go into the products as they are.
+    beta_first = tl.load(beta + j * H, mask=j < rows, other=0.0).to(tl.float32)
+    beta_second = tl.load(beta + (32 + j) * H, mask=32 + j < rows, other=0.0).to(tl.float32)
+    upper = (upper * beta_first).to(OPERAND)
+    corner = (corner * beta_first).to(OPERAND)
+    lower = (lower * beta_second).to(OPERAND)
+    for step in range(0, WIDTH_K // BLOCK):
+        column = step * BLOCK + tl.arange(0, BLOCK)[None, :]
+        apply_inverse(
+            upper, corner, lower, w, w, rows, WIDTH_K, stride_k, stride_k, column, False, PRECISION, True
+        )  # fmt: skip
+    for step in range(0, WIDTH_V // BLOCK):
+        column = step * BLOCK + tl.arange(0, BLOCK)[None, :]
+        apply_inverse(
+            upper, corner, lower, v, u, rows, V, H * V, stride_u, column, MASK_V, PRECISION, False
+        )  # fmt: skip
 
 
 def prepare(
@@ -210,14 +194,13 @@ def prepare(
     half_range = anchored_half_range(dtype, gate_lower_bound)
     full = dtype == torch.float32
     config = configs.chunk_config(width_k, full)
-    block = config.prepare_block
     prepare_kernel[(slots * heads,)](
-        q, k, v, cumulative_gate, beta, cu_seqlens, *out,
-        tokens, sequences, heads, key_width, value_width, width_k // block, width_v // block, half_range or 0.0,
+        q, k, v, cumulative_gate, beta, cu_seqlens, *out, tokens, sequences, heads, key_width, value_width,
+        half_range or 0.0,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=half_range is not None,
-        SAVE_INVERSE=save_inverse, Q_NORM=fuse_q_l2norm, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block,
-        PRECISION="tf32x3" if full else "tf32", FULL=full, num_warps=config.prepare_warps, num_stages=1,
-        maxnreg=config.prepare_registers,
+        SAVE_INVERSE=save_inverse, Q_NORM=fuse_q_l2norm, WIDTH_K=width_k, WIDTH_V=width_v, BK=config.prepare_block,
+        BLOCK=config.prepare_columns, PRECISION="tf32x3" if full else "tf32", FULL=full, STAGES=config.prepare_stages,
+        num_warps=config.prepare_warps,
     )  # fmt: skip
     return out
 

@@ -1,25 +1,11 @@
-"""Tile arithmetic that the stages of chunk_kda share: where a chunk lies, the levels of its pairs, the inverse.
-
-Levels. A pair (i, j), i > j, of a chunk is served by exactly one level s of 32, 16, 8, 4, 2, 1: the highest bit in
-which i and j differ, so that i lies in the upper and j in the lower half of one block of 2s rows. With r the first row
-of the upper half,
-
-    2^(G_i - G_j) = 2^(G_i - G_r) 2^(G_r - G_j),        both exponents <= 0 for every legal gate,
-
-so a level is a plain matrix product of rows that were scaled by 2^-|G - G_r|. No factor exceeds 1, nothing can
-overflow, a factor that flushes to zero belongs to a pair that is zero, and the anchor r is at or before every row i it
-serves, so that no token reads a later one.
-
-The products of a level hold more than its own pairs. With the lower halves of the row operand and the upper halves of
-the column operand set to zero, what is superfluous lies at pairs of higher levels or above the diagonal alone, finite,
-and is cut before the next level is added: the levels go upwards from 1 into one accumulator.
-"""
+"""Tile arithmetic that the stages of chunk_kda share: where a chunk lies, how its rows are loaded, the inverse."""
 
 import torch
 import triton
 import triton.language as tl
 
 CHUNK = 64
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def operand_dtype(*tensors: torch.Tensor) -> torch.dtype:
@@ -97,27 +83,23 @@ def matmul(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def keep_levels(tile, log_levels):
-    """The pairs below the diagonal of a [64, 64] tile that the levels below 2^log_levels serve; zero elsewhere."""
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    return tl.where((i > j) & ((i >> log_levels) == (j >> log_levels)), tile, 0.0)
+def opaque(tile):
+    """The tile itself, but the compiler may not compute it a second time for another layout. It does where a tile is an
+    operand of two products, and triples their exponentials; and it looks past this for the operand's width, which a
+    join would spoil. In the interpreter there is nothing to stop."""
+    if INTERPRETED:
+        return tile
+    elif tile.dtype == tl.float32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [tile], tl.float32, is_pure=False, pack=1)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
-def only_level(tile, log_level):
-    """The pairs of a strictly lower [64, 64] tile that level 2^log_level serves; zero elsewhere."""
-    i = tl.arange(0, 64)[:, None] >> log_level
-    j = tl.arange(0, 64)[None, :] >> log_level
-    return tl.where((i ^ j) == 1, tile, 0.0)
-
-
-@triton.jit
-def level_factors(gate_tile, gate_anchor, row, level):
-    """2^-|G - G_r| for the rows of the upper halves and for those of the lower halves, zero for the others."""
-    factor = tl.exp2(-tl.abs(gate_tile - gate_anchor))
-    upper = (row & level) != 0
-    return tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor)
+def stack(upper, lower):
+    """Two [R, C] tiles as one [2 R, C]."""
+    both = tl.permute(tl.join(upper, lower), (2, 0, 1))
+    return tl.reshape(both, (2 * upper.shape[0], upper.shape[1]))
 
 
 @triton.jit
@@ -130,17 +112,23 @@ def merge_product(a, b, FULL: tl.constexpr):
 
 @triton.jit
 def invert_unit_lower(lower, FULL: tl.constexpr):
-    """(I + lower)^-1 for a strictly lower [64, 64] tile: inverses of 1 x 1 blocks merged to 2, 4, ..., 64 rows.
+    """(I + lower)^-1 for a strictly lower [32, 32] tile: inverses of 1 x 1 blocks merged to 2, 4, ..., 32 rows.
 
     A merge is forward substitution by blocks, [[A, 0], [-D L A, D]] for a block [[., .], [L, .]] with inverses A and D:
     nothing cancels, whatever the keys. FULL takes 3xTF32 products. Otherwise they are FP16 products, whose 11 bits are
     TF32's, rounded to nearest: for unit keys and beta <= 1 the entries of L and of the inverse are at most about 1, and
     the error is an eighth of what rounding the inverse to bf16 costs afterwards.
     """
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    inverse = tl.where(i == j, 1.0, 0.0) - only_level(lower, 0)
-    for log_level in range(1, 6):
-        product = merge_product(inverse, only_level(lower, log_level), FULL)
-        inverse = inverse - merge_product(product, inverse, FULL)
+    i = tl.arange(0, 32)[:, None]
+    j = tl.arange(0, 32)[None, :]
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, lower, 0.0)
+    for level in tl.static_range(1, 5):
+        part = tl.where(((i >> level) ^ (j >> level)) == 1, lower, 0.0)
+        inverse -= merge_product(merge_product(inverse, part, FULL), inverse, FULL)
     return inverse
+
+
+@triton.jit
+def merge_inverses(upper, corner, lower, FULL: tl.constexpr):
+    """The lower left quarter of [[I + L, 0], [corner, I + L']]^-1, from the inverses of the diagonal quarters."""
+    return -merge_product(lower, merge_product(corner, upper, FULL), FULL)

@@ -13,7 +13,7 @@ from kda_inputs import LOG2_E, core_inputs, cumulative, differences, offsets, pe
 from yardstick import DTYPES, YARDSTICK, check, rms_error
 
 from titan_kda.kernels import chunk_kda, l2norm, naive_chunk_kda, naive_recurrent_kda, recurrent_kda
-from titan_kda.kernels.chunk.tiles import invert_unit_lower
+from titan_kda.kernels.chunk.tiles import invert_unit_lower, merge_inverses
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -129,8 +129,14 @@ def test_nothing_to_do(batch, tokens, cu_seqlens):
 
 @triton.jit
 def _invert_kernel(lower_ptr, inverse_ptr, FULL: tl.constexpr):
-    where = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(inverse_ptr + where, invert_unit_lower(tl.load(lower_ptr + where), FULL))
+    where = tl.arange(0, 32)[:, None] * 64 + tl.arange(0, 32)[None, :]
+    corner = 32 * 64
+    last = 32 * 64 + 32
+    upper = invert_unit_lower(tl.load(lower_ptr + where), FULL)
+    lower = invert_unit_lower(tl.load(lower_ptr + last + where), FULL)
+    tl.store(inverse_ptr + where, upper)
+    tl.store(inverse_ptr + last + where, lower)
+    tl.store(inverse_ptr + corner + where, merge_inverses(upper, tl.load(lower_ptr + corner + where), lower, FULL))
 
 
 @pytest.mark.parametrize("full, limit", [(True, 1e-5), (False, 2e-3)])
@@ -143,7 +149,7 @@ def test_the_inverse(keys, full, limit):
         k = torch.nn.functional.normalize(k[:1] + (0.01 * k if keys == "alike" else 0 * k), dim=-1)
     for beta in (inputs["beta"][0], torch.ones(64, 1, dtype=torch.float64)):
         lower = (beta * (k @ k.T)).tril(-1).float().to(DEVICE)
-        inverse = torch.empty_like(lower)
+        inverse = torch.zeros_like(lower)
         _invert_kernel[(1,)](lower, inverse, FULL=full)
         one = torch.eye(64, dtype=torch.float64, device=DEVICE)
         assert (inverse.double() @ (one + lower.double()) - one).abs().max() <= limit
