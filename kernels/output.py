@@ -54,7 +54,7 @@ VALUE_BLOCKS = (32, 64, 128)
 
 
 @triton.jit
-def _chunk_starts_kernel(cu_seqlens, chunk_starts, N, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _chunk_starts_kernel(cu_seqlens, chunk_starts, T, N, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """chunk_starts[n]: how many chunks lie before sequence n, for n from 0 to N."""
     total = 0
     tl.store(chunk_starts, 0)
@@ -62,8 +62,10 @@ def _chunk_starts_kernel(cu_seqlens, chunk_starts, N, chunks, CHUNK: tl.constexp
         n = first + tl.arange(0, BLOCK)
         begin = tl.load(cu_seqlens + n, mask=n < N, other=0)
         end = tl.load(cu_seqlens + n + 1, mask=n < N, other=0)
-        tl.device_assert((begin >= 0) & (begin <= end), "cu_seqlens must rise from 0")
-        counts = (tl.maximum(end - begin, 0) + CHUNK - 1) // CHUNK
+        tl.device_assert((begin >= 0) & (begin <= end) & (end <= T), "cu_seqlens must rise from 0 to at most T")
+        begin = tl.minimum(tl.maximum(begin, 0), T)
+        end = tl.minimum(tl.maximum(end, begin), T)
+        counts = tl.cdiv(end - begin, CHUNK)
         tl.store(chunk_starts + n + 1, total + tl.cumsum(counts, 0), mask=n < N)
         total += tl.sum(counts, 0)
     tl.device_assert(total <= chunks, "h must hold every chunk of the sequences")
@@ -80,8 +82,9 @@ def _locate(cu_seqlens, chunk_starts, chunk, T, N, CHUNK: tl.constexpr, PACKED: 
             below = tl.load(chunk_starts + middle) <= chunk
             n = tl.where(below, middle, n)
             last = tl.where(below, last, middle - 1)
-        start = tl.load(cu_seqlens + n) + (chunk - tl.load(chunk_starts + n)) * CHUNK
-        end = tl.minimum(tl.load(cu_seqlens + n + 1), T)
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), T)
+        start = begin + (chunk - tl.load(chunk_starts + n)) * CHUNK
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), begin), T)
         batch = 0
     else:
         chunks = tl.cdiv(T, CHUNK)
@@ -268,7 +271,7 @@ def launch_chunk_output(
         chunk_starts = None
         if cu_seqlens is not None:
             chunk_starts = torch.empty(sequences + 1, dtype=torch.int32, device=q.device)
-            _chunk_starts_kernel[(1,)](cu_seqlens, chunk_starts, sequences, chunks, CHUNK=chunk_size, BLOCK=1024)
+            _chunk_starts_kernel[(1,)](cu_seqlens, chunk_starts, tokens, sequences, chunks, CHUNK=chunk_size, BLOCK=1024)
         _chunk_output_kernel[(programs,)](
             q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
             tokens, sequences, heads, q.shape[2], key_width, value_width, total, scale, 1.0 if log2 else LOG2_E,
