@@ -22,6 +22,8 @@ from titan_kda.model import Decoder
 from titan_kda.train import load_job, main
 from titan_kda.validate import GeneratingValidator, encode_prompts
 
+KIMI = {"model.flavor": "kimi_linear_debug"}
+
 
 def refused(folder, settings=None, *args, text=None):
     """The message with which a job is refused; fails unless it is one line and the job has written nothing."""
@@ -71,6 +73,9 @@ def test_the_tiny_job_is_sound(tmp_path):
         ({"generation.temperature": "hot"}, "generation.temperature must be float, got 'hot'"),
         ({"optimizer.lr": "1e-3"}, "optimizer.lr must be float, got '1e-3'"),
         ({"architecture.dim": 64.5}, "architecture.dim must be int, got 64.5"),
+        ({"architecture.num_experts": 8.0}, "architecture.num_experts must be int, got 8.0"),
+        ({"architecture.routed_scaling_factor": "2"}, "architecture.routed_scaling_factor must be float, got '2'"),
+        ({"architecture.moe_renormalize": 1}, "architecture.moe_renormalize must be bool, got 1"),
         ({"architecture.lower_bound": True}, "architecture.lower_bound must be float, got True"),
         ({"architecture.layer_pattern": "kda"}, "architecture.layer_pattern must be list of str, got 'kda'"),
         ({"kda.recurrent_max_tokens": "64"}, "kda.recurrent_max_tokens must be int, got '64'"),
@@ -132,6 +137,43 @@ def test_files_that_are_no_job(tmp_path, text, message):
         ({"architecture.output_gate": "none"}, "output_gate must be one of"),
         ({"architecture.vocab_size": 100}, "vocab_size is 100, but the ByteTokenizer has 259 tokens"),
         ({"architecture.vocab_size": 513}, "vocab_size is 513"),
+        ({"architecture.kv_lora_rank": 0}, "kv_lora_rank must be at least 1, got 0"),
+        ({"architecture.qk_rope_head_dim": -1}, "qk_rope_head_dim must be at least 0, got -1"),
+        (
+            {"architecture.layer_pattern": ["gqa"], "architecture.kv_heads": 3},
+            "kv_heads must divide the number of heads",
+        ),
+        ({"architecture.layer_pattern": ["gqa"], "architecture.attn_heads": 5}, "head_width must be set: 5 heads"),
+        # experts
+        ({**KIMI, "architecture.num_experts": -1}, "num_experts must be at least 0, got -1"),
+        ({**KIMI, "architecture.num_experts_per_token": 9}, "must be at most num_experts = 8, got 9"),
+        ({**KIMI, "architecture.num_expert_group": 4}, "num_expert_group must be 1, got 4"),
+        ({**KIMI, "architecture.topk_group": 2}, "topk_group must be 1, got 2"),
+        ({**KIMI, "architecture.load_balance_coeff": -0.1}, "load_balance_coeff must be at least 0, got -0.1"),
+        ({**KIMI, "parallelism.expert_parallel_degree": 3}, "must divide the number of experts: got 3 with 8 experts"),
+        ({**KIMI, "parallelism.expert_parallel_degree": 0}, "parallelism.expert_parallel_degree must be at least 1"),
+        ({**KIMI, "parallelism.expert_parallel_degree": 2}, "parallelism.expert_parallel_degree: 2 x"),
+        (
+            {**KIMI, "parallelism.expert_parallel_degree": 2, "parallelism.tensor_parallel_degree": 2},
+            "parallelism.expert_tensor_parallel_degree must be 2, got 1",
+        ),
+        ({**KIMI, "parallelism.expert_tensor_parallel_degree": 2}, "expert_tensor_parallel_degree must be 1, got 2"),
+        (
+            {**KIMI, "parallelism.tensor_parallel_degree": 2, "architecture.expert_width": 33},
+            "tensor_parallel_degree must divide the experts' width: got 2 with expert_width = 33",
+        ),
+        (
+            {**KIMI, "parallelism.tensor_parallel_degree": 4, "architecture.attn_heads": 6},
+            "tensor_parallel_degree must divide the number of heads: got 4 with 6 heads",
+        ),
+        (
+            {**KIMI, "parallelism.expert_parallel_comm_backend": "deepep"},
+            "comm_backend must be 'standard', got 'deepep'",
+        ),
+        (
+            {**KIMI, "parallelism.expert_parallel_degree": 2, "optimizer.early_step_in_backward": True},
+            "optimizer.early_step_in_backward does not combine with expert parallelism",
+        ),
         # layouts
         ({"parallelism.tensor_parallel_degree": 3}, "tensor_parallel_degree must divide the number of heads: got 3"),
         ({"parallelism.tensor_parallel_degree": 0}, "parallelism.tensor_parallel_degree must be at least 1, got 0"),
@@ -444,8 +486,15 @@ def test_layouts_that_processes_can_make_up(tmp_path):
     check(4, tensor_parallel_degree=2, data_parallel_shard_degree=2)
     check(2, training__global_batch_size=16)
     check(2, tensor_parallel_degree=2, validation__steps=-1)
+    kimi = {"model__flavor": "kimi_linear_debug"}
+    check(4, expert_parallel_degree=4, **kimi)
+    check(4, expert_parallel_degree=2, **kimi)
+    check(8, expert_parallel_degree=2, data_parallel_replicate_degree=2, **kimi)
+    check(8, expert_parallel_degree=2, tensor_parallel_degree=2, expert_tensor_parallel_degree=2, **kimi)
     for processes, settings, message in (
         (1, {"tensor_parallel_degree": 2}, "does not make the number of processes, 1"),
+        (2, {"expert_parallel_degree": 4, **kimi}, "4 x expert_tensor_parallel_degree 1 must divide"),
+        (2, {"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2, **kimi}, "must be at least 2"),
         (3, {"tensor_parallel_degree": 2}, "does not make the number of processes, 3"),
         (4, {"data_parallel_shard_degree": 2}, "does not make the number of processes, 4"),
         (2, {"data_parallel_shard_degree": 0}, "does not make the number of processes, 2"),

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
-from torchtitan.models.moe import FeedForward, MoE, MoEArgs
+from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter, TokenReorderer
 
 from .initialize import Initializer
@@ -73,11 +73,14 @@ class Reorderer(TokenReorderer):
 
 
 class Experts(GroupedExperts):
-    """torchtitan's experts, [E, ...] weights. Grouped products are bf16: they run where the model does, on a GPU."""
+    """torchtitan's experts, [E, ...] weights.
+
+    Its grouped products are in bf16, so bf16 on a GPU takes them; all else takes one product an expert, which waits for
+    the device.
+    """
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        self.use_grouped_mm = x.is_cuda and dtype == torch.bfloat16
+        self.use_grouped_mm = x.is_cuda and x.dtype == torch.bfloat16
         return super().forward(x, num_tokens_per_expert)
 
 
@@ -136,7 +139,10 @@ class MixtureOfExperts(MoE):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, dim] to [B, T, dim]."""
+        """x [B, T, dim] to [B, T, dim], in autocast's dtype where it is on: tokens are sent to experts in it."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         if torch.is_grad_enabled():
             return super().forward(x)
         counted = self.tokens_per_expert.clone()  # validation and samples must not move the bias
@@ -150,12 +156,11 @@ class MixtureOfExperts(MoE):
         """Fills every parameter and buffer; ``output_std`` is the depth-scaled deviation of the way out."""
         std = self.router.gate.in_features**-0.5
         init.trunc_normal(self.router.gate.weight, f"{name}.router.gate.weight", std)
-        for child, module in (("experts", self.experts), ("shared_experts", self.shared_experts)):
-            for part, deviation in (("w1", std), ("w2", output_std), ("w3", std)):
-                if isinstance(module, GroupedExperts):
-                    init.trunc_normal(getattr(module, part), f"{name}.{child}.{part}", deviation)
-                elif isinstance(module, FeedForward):
-                    init.trunc_normal(getattr(module, part).weight, f"{name}.{child}.{part}.weight", deviation)
+        for part, deviation in (("w1", std), ("w2", output_std), ("w3", std)):
+            init.trunc_normal(getattr(self.experts, part), f"{name}.experts.{part}", deviation)
+            if self.shared_experts is not None:
+                weight = getattr(self.shared_experts, part).weight
+                init.trunc_normal(weight, f"{name}.shared_experts.{part}.weight", deviation)
         for buffer in ("expert_bias", "tokens_per_expert"):
             device = buffer_device or getattr(self, buffer).device
             setattr(self, buffer, torch.zeros(self.experts.num_experts, dtype=torch.float32, device=device))

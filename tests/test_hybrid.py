@@ -1,0 +1,502 @@
+"""Full attention beside KDA: the layers against their formulas in FP64, their cache, and hybrids that generate."""
+
+import math
+from dataclasses import replace
+
+import jobs
+import pytest
+import torch
+
+from titan_kda.cache import TokenCache, select
+from titan_kda.data import ByteTokenizer
+from titan_kda.full_attention import (
+    LATENT_NORM_EPS,
+    GroupedQueryAttention,
+    LatentAttention,
+    document_attention,
+)
+from titan_kda.generate import Sample, Sampling, decode, generate, prefill
+from titan_kda.initialize import Initializer
+from titan_kda.job_config import model_args_of
+from titan_kda.model import FLAVORS, Decoder, ModelArgs
+from titan_kda.train import load_job
+from titan_kda.train_configs import job_names
+
+DIM, HEADS, GROUPS = 24, 4, 2
+LATENT, NOPE, ROPE, V = 20, 10, 6, 12
+KINDS = ["mla", "gqa"]
+CPU = torch.device("cpu")
+
+
+def make_layer(kind, seed=0):
+    if kind == "mla":
+        layer = LatentAttention(DIM, HEADS, LATENT, NOPE, ROPE, V)
+    else:
+        layer = GroupedQueryAttention(DIM, HEADS, GROUPS, V)
+    layer.init_weights(Initializer(seed), "layer", output_std=0.5)
+    for parameter in layer.parameters():
+        parameter.data *= 3  # so that attention looks at some tokens more than at others
+    if kind == "mla":
+        layer.kv_norm.weight.data.uniform_(0.5, 1.5)
+    return layer
+
+
+def written_out(layer, x):
+    """The layer's formula for one sequence x [T, dim], token by token and head by head, in FP64."""
+    w = {name: parameter.detach().double() for name, parameter in layer.named_parameters()}
+    x = x.detach().double()
+    rows = []
+    for t in range(len(x)):
+        heads = []
+        for h in range(HEADS):
+            if isinstance(layer, LatentAttention):
+                q = w["wq.weight"][h * (NOPE + ROPE) : (h + 1) * (NOPE + ROPE)] @ x[t]
+                c, r = (x[: t + 1] @ w["wkv_a.weight"].T).split([LATENT, ROPE], 1)
+                c = c / (c.square().mean(1, keepdim=True) + LATENT_NORM_EPS).sqrt() * w["kv_norm.weight"]
+                k, v = (c @ w["wkv_b.weight"][h * (NOPE + V) : (h + 1) * (NOPE + V)].T).split([NOPE, V], 1)
+                scores = (k @ q[:NOPE] + r @ q[NOPE:]) / math.sqrt(NOPE + ROPE)
+            else:
+                g = h // (HEADS // GROUPS)
+                q = w["wq.weight"][h * V : (h + 1) * V] @ x[t]
+                k, v = (x[: t + 1] @ w[name][g * V : (g + 1) * V].T for name in ("wk.weight", "wv.weight"))
+                scores = k @ q / math.sqrt(V)
+            heads.append(torch.softmax(scores, 0) @ v)
+        rows.append(w["wo.weight"] @ torch.cat(heads))
+    return torch.stack(rows)
+
+
+# ---- the layers ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_is_its_formula(kind):
+    torch.manual_seed(1)
+    layer, x = make_layer(kind), torch.randn(2, 19, DIM)
+    want = torch.stack([written_out(layer, row) for row in x])
+    offsets = torch.tensor([0, 19, 38], dtype=torch.int32)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for y in (layer(x), layer(x, offsets), layer(x.reshape(1, 38, DIM), offsets).reshape(2, 19, DIM)):
+                assert (y - want).abs().max() <= 1e-5 * want.abs().max()
+    # Attention that looks at all tokens alike would pass with any scores.
+    assert (want[0, -1] - written_out(layer, x[0, :, :] * 0.1)[-1] * 10).abs().max() > 0.05 * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_a_packed_stream_are_those_of_rows(kind):
+    torch.manual_seed(2)
+    layer, x, weight = make_layer(kind), torch.randn(3, 11, DIM), torch.randn(3, 11, DIM)
+    found = []
+    for offsets in (None, torch.tensor([0, 11, 11, 22, 33, 33], dtype=torch.int32)):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        (layer(leaf, offsets) * weight).sum().backward()
+        found.append([leaf.grad, *(parameter.grad for parameter in layer.parameters())])
+    for row, packed in zip(*found):
+        assert (packed - row).abs().max() <= 1e-5 * row.abs().max()
+        assert row.abs().max() > 1e-3
+
+
+def test_document_attention_differentiates():
+    torch.manual_seed(3)
+    shapes = ((13, 4, 6), (16, 2, 6), (16, 2, 5))
+    q, k, v = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    cu_q = torch.tensor([0, 3, 3, 10], dtype=torch.int32)  # an empty sequence, and rows that are nobody's
+    cu_k = torch.tensor([0, 5, 5, 14], dtype=torch.int32)  # the queries are the last of their sequence
+    assert torch.autograd.gradcheck(lambda *t: document_attention(*t, cu_q, cu_k, 0.4), (q, k, v))
+    o = document_attention(q, k, v, cu_q, cu_k, 0.4)
+    assert o[10:].eq(0).all() and o[:10].ne(0).all()
+    o.sum().backward()
+    assert q.grad[10:].eq(0).all() and k.grad[14:].eq(0).all() and v.grad[14:].eq(0).all()
+    arguments = (*(t.detach().float() for t in (q, k, v)), cu_q, cu_k, 0.4)
+    torch.library.opcheck(torch.ops.titan_kda.document_attention.default, arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_stream_is_each_sequence_alone(kind):
+    torch.manual_seed(4)
+    layer, lengths = make_layer(kind), [3, 0, 25, 1, 0, 11]
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    x = torch.randn(1, 44, DIM)
+    x[0, 40:] = float("nan")  # padding is nobody's
+    with torch.no_grad():
+        y = layer(x, offsets)
+        for start, length in zip(offsets.tolist(), lengths):
+            if length:
+                alone = layer(x[:, start : start + length])
+                torch.testing.assert_close(y[:, start : start + length], alone, atol=1e-5, rtol=1e-4)
+        assert y[:, 40:].eq(0).all()
+        # The rows of a batch may as well hold the stream.
+        torch.testing.assert_close(layer(x.reshape(4, 11, DIM), offsets).reshape(1, 44, DIM), y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_rotated(kind):
+    """The last token sees the same whatever the order of the others: no position enters anywhere."""
+    torch.manual_seed(5)
+    layer, x = make_layer(kind), torch.randn(1, 12, DIM)
+    order = torch.cat([torch.randperm(11), torch.tensor([11])])
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x[:, order])[:, -1], layer(x)[:, -1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_and_within_a_document(kind):
+    torch.manual_seed(6)
+    layer, x = make_layer(kind), torch.randn(1, 20, DIM, requires_grad=True)
+    offsets = torch.tensor([0, 8, 20], dtype=torch.int32)
+    (grad,) = torch.autograd.grad(layer(x, offsets)[0, 13].sum(), x)
+    seen = grad[0].abs().sum(-1).gt(0).tolist()
+    assert seen == [False] * 8 + [True] * 6 + [False] * 6
+    (grad,) = torch.autograd.grad(layer(x)[0, 13].sum(), x)
+    assert grad[0].abs().sum(-1).gt(0).tolist() == [True] * 14 + [False] * 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bf16(kind):
+    torch.manual_seed(7)
+    layer, x = make_layer(kind), torch.randn(2, 30, DIM)
+    want = torch.stack([written_out(layer, row) for row in x])
+    layer.bfloat16()
+    cache = layer.new_cache()
+    with torch.no_grad():
+        whole = layer(x.bfloat16())
+        pieces = [layer(x[:, :28].bfloat16(), cache=cache), layer(x[:, 28:29].bfloat16(), cache=cache)]
+        pieces.append(layer(x[:, 29:].bfloat16(), cache=cache))
+    assert cache.rows.dtype == torch.bfloat16
+    for y in (whole, torch.cat(pieces, 1)):
+        assert (y.double() - want).square().mean().sqrt() <= 0.02 * want.square().mean().sqrt()
+
+
+# ---- the cache ----
+
+
+@pytest.mark.parametrize("pieces", [[1] * 9, [5, 4], [30, 1, 1, 7, 1], [2, 1, 20]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_with_a_cache_are_the_whole(kind, pieces):
+    torch.manual_seed(8)
+    layer, x = make_layer(kind), torch.randn(3, sum(pieces), DIM)
+    cache = layer.new_cache()
+    with torch.no_grad():
+        whole = layer(x)
+        outputs = [layer(piece, cache=cache) for piece in x.split(pieces, 1)]
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=2e-5, rtol=1e-3)
+    width, groups = (LATENT + ROPE, 1) if kind == "mla" else (2 * V, GROUPS)
+    assert cache.rows.shape == (3, groups, TokenCache.PIECE, width)  # a token costs its latent alone
+    assert cache.lengths.tolist() == [sum(pieces)] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unequal_sequences_share_a_cache(kind):
+    """Packed prompts, then further pieces of which some are empty, then single tokens, with padding rows in each."""
+    torch.manual_seed(9)
+    layer = make_layer(kind)
+    pieces = [[4, 1, 9], [3, 0, 2], [1, 1, 1], [1, 1, 1], [2, 5, 0], [1, 1, 1]]
+    totals = [sum(column) for column in zip(*pieces)]
+    sequences = [torch.randn(total, DIM) for total in totals]
+    with torch.no_grad():
+        want = [layer(x[None])[0] for x in sequences]
+        cache, done = layer.new_cache(), [0, 0, 0]
+        for lengths in pieces:
+            offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+            parts = [x[at : at + n] for x, at, n in zip(sequences, done, lengths)]
+            stream = torch.cat([*parts, torch.full((3, DIM), float("nan") if max(lengths) > 1 else 0.5)])[None]
+            y = layer(stream, offsets, cache, max(lengths))
+            for i, (start, n) in enumerate(zip(offsets.tolist(), lengths)):
+                torch.testing.assert_close(
+                    y[0, start : start + n], want[i][done[i] : done[i] + n], atol=2e-5, rtol=1e-3
+                )
+                done[i] += n
+    assert cache.lengths.tolist() == totals
+
+
+def test_a_token_cache_grows_in_pieces_and_keeps_what_it_holds():
+    cache, want = TokenCache(), torch.randn(2, 700, 3)
+    cache.extend(want[:, :200].reshape(400, 1, 3), torch.tensor([0, 200, 400], dtype=torch.int32), 200)
+    moved = 0
+    for t in range(200, 700):
+        before = cache.rows
+        cache.append(want[:, t, None])
+        moved += cache.rows is not before
+    assert cache.rows.shape == (2, 1, 768, 3) and moved == 2
+    assert torch.equal(cache.rows[:, 0, :700], want) and cache.rows[:, :, 700:].eq(0).all()
+    assert cache.lengths.tolist() == [700, 700] and cache.bound == 700
+    assert not cache.reserve(67) and cache.reserve(68)  # one slot more than tokens, for padding rows to fall into
+    rows, offsets, longest = cache.packed()
+    assert torch.equal(rows[:, 0], want.flatten(0, 1)) and offsets.tolist() == [0, 700, 1400] and longest == 700
+
+
+def test_select_copies_sequences():
+    cache = TokenCache()
+    new = torch.arange(6.0)[:, None, None]
+    cache.extend(new, torch.tensor([0, 1, 3, 6], dtype=torch.int32), 3)
+    (chosen,) = select([cache], [2, 0, 2])
+    assert chosen.lengths.tolist() == [3, 1, 3]
+    assert chosen.rows[:, 0, :3, 0].tolist() == [[3, 4, 5], [0, 0, 0], [3, 4, 5]]
+    chosen.append(torch.tensor([7.0, 8, 9])[:, None, None])
+    assert chosen.lengths.tolist() == [4, 2, 4] and cache.lengths.tolist() == [1, 2, 3]
+    assert chosen.rows[2, 0, :4, 0].tolist() == [3, 4, 5, 9] and cache.rows[2, 0, 3:].eq(0).all()
+    (empty,) = select([TokenCache()], [0])
+    assert empty.rows is None
+
+
+def test_a_cache_is_for_inference():
+    for kind in KINDS:
+        layer = make_layer(kind)
+        with pytest.raises(RuntimeError, match="no_grad"):
+            layer(torch.randn(1, 3, DIM), cache=layer.new_cache())
+
+
+# ---- decoders ----
+
+TINY = dict(
+    **dict(vocab_size=264, dim=32, n_layers=3, n_heads=2, key_width=8, value_width=12, ffn_width=48),
+    **dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12),
+    **dict(num_experts=6, num_experts_per_token=2, expert_width=16, routed_scaling_factor=2.0, gate="softplus"),
+)
+PATTERNS = {
+    "kimi": dict(layer_pattern=["kda", "kda", "mla"]),
+    "gqa": dict(layer_pattern=["kda", "gqa"], attn_heads=4, kv_heads=2, head_width=10),
+    "mla": dict(layer_pattern=["mla"], n_layers=2),
+    "dense": dict(layer_pattern=["gqa", "kda", "mla"], num_experts=0),
+}
+LENGTHS = (1, 2, 5, 66)
+NEW = 12
+TIE = 1e-4
+"""Two best logits that lie closer may swap: where they do, comparison ends."""
+
+
+def make(**changes):
+    model = Decoder(ModelArgs(**{**TINY, **changes}))
+    with torch.no_grad():
+        model.init_weights(seed=1)
+        for layer in model.layers.values():  # a fresh model hardly looks back: its layers add little to the stream
+            (layer.mixer.o_proj if hasattr(layer.mixer, "o_proj") else layer.mixer.wo).weight *= 50
+    return model
+
+
+PROMPTS = [
+    torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in LENGTHS
+]
+
+
+@torch.no_grad()
+def without_cache(model, prompt):
+    """Greedy tokens by a whole forward for each, up to the first that is a tie."""
+    tokens = list(prompt)
+    for _ in range(NEW):
+        best = model(torch.tensor([tokens]))[0, -1].topk(2)
+        if best.values[0] - best.values[1] < TIE:
+            break
+        tokens.append(int(best.indices[0]))
+    assert len(tokens) >= len(prompt) + NEW // 2, "the prompt makes no test: choose another"
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_greedy_text_is_that_of_whole_forwards(pattern):
+    model = make(**PATTERNS[pattern])
+    want = [without_cache(model, prompt) for prompt in PROMPTS]
+    together = [Sample(list(prompt)) for prompt in PROMPTS]
+    alone = [Sample(list(prompt)) for prompt in PROMPTS]
+    generate(model, together, Sampling(NEW, temperature=0))
+    for sample in alone:
+        generate(model, [sample], Sampling(NEW, temperature=0))
+    for batch in (together, alone):
+        for sample, tokens in zip(batch, want):
+            assert sample.tokens[: len(tokens)] == tokens and sample.finished == "length"
+
+
+@pytest.mark.parametrize("pattern", ["kimi", "mla"])
+def test_the_comparison_sees_what_the_cache_holds(pattern):
+    model = make(**PATTERNS[pattern])
+    want = without_cache(model, PROMPTS[2])
+    cache, tokens = model.new_cache(), []
+    logits = prefill(model, [PROMPTS[2]], cache, CPU)
+    for _ in range(len(want)):
+        tokens.append(int(logits[0].argmax()))
+        cache[-1].rows.zero_()
+        logits = decode(model, tokens[-1:], cache, CPU)
+    assert tokens[0] == want[0] and tokens != want
+
+
+def test_a_prompt_in_pieces():
+    model = make(**PATTERNS["kimi"])
+    want = without_cache(model, PROMPTS[-1])
+    cache = model.new_cache()
+    for start, end in ((0, 1), (1, 40), (40, 41), (41, 66)):
+        logits = prefill(model, [PROMPTS[-1][start:end]], cache, CPU)
+    tokens = []
+    for _ in want:
+        tokens.append(int(logits[0].argmax()))
+        logits = decode(model, tokens[-1:], cache, CPU)
+    assert tokens == want
+
+
+def test_a_stream_padded_for_sequence_parallelism():
+    model = make(**PATTERNS["kimi"])
+    want = [without_cache(model, prompt) for prompt in PROMPTS]
+    model.sequence_width = 4
+    samples = [Sample(list(prompt)) for prompt in PROMPTS]
+    generate(model, samples, Sampling(NEW, temperature=0))
+    for sample, tokens in zip(samples, want):
+        assert sample.tokens[: len(tokens)] == tokens
+
+
+def test_documents_do_not_see_each_other():
+    tokenizer = ByteTokenizer()
+    first, second, other = (tokenizer.encode(text, add_bos=True) for text in ("import os", "def f(x):", "import re"))
+    first, other = [*first, tokenizer.eos_id], [*other, tokenizer.eos_id]
+    for pattern in ("kimi", "dense"):
+        for attn_type, apart in (("varlen", False), ("sdpa", True)):
+            model = make(**PATTERNS[pattern], attn_type=attn_type)
+            logits = []
+            for head in (first, other):
+                row = torch.tensor([head + second])
+                masks = model.get_attention_masks(row, tokenizer) if attn_type == "varlen" else None
+                with torch.no_grad():
+                    logits.append(model(row, masks)[0, len(first) :])
+            assert (not torch.allclose(*logits, atol=1e-6)) is apart
+
+
+def test_counts_of_a_hybrid():
+    args = ModelArgs(**TINY, layer_pattern=["kda", "mla", "gqa"], kv_heads=1, head_width=10)
+    model = Decoder(args)
+    dim, vocab, heads, key, value = 32, 264, 2, 8, 12
+    kda = dim * heads * (2 * key + value) + dim * heads + heads * value * dim + 4 * heads * (2 * key + value)
+    kda += dim * key + key * heads * key + dim * value + value * heads * value + heads + heads * key + value
+    mla = dim * heads * 12 + dim * 20 + 16 + 16 * heads * 20 + heads * 12 * dim
+    gqa = dim * heads * 10 + 2 * dim * 10 + heads * 10 * dim
+    shared, expert, gate = 3 * dim * 16, 3 * dim * 16, 6 * dim
+    rest = kda + mla + gqa + 3 * dim * 48 + 2 * (shared + gate) + 3 * 2 * dim + dim + vocab * dim
+    nparams, flops = args.get_nparams_and_flops(model, 512)
+    assert nparams == rest + 2 * 6 * expert + vocab * dim
+    core = heads * (2 * 64 * (3 * key + 2 * value) + 6 * key * value + 2 * 4 * (2 * key + value))
+    attention = 2 * heads * (12 + 12) + 2 * heads * (10 + 10)  # the two products, for each token looked at
+    assert flops == 6 * (rest + 2 * 2 * expert) + 3 * (core + 512 * attention)
+    # Only attention's part grows with the sequence.
+    assert args.get_nparams_and_flops(model, 2048)[1] - flops == 3 * 1536 * attention
+
+
+def test_every_parameter_and_buffer_is_filled_after_to_empty():
+    with torch.device("meta"):
+        model = Decoder(ModelArgs(**TINY, **PATTERNS["kimi"]))
+    model.to_empty(device="cpu")
+    tensors = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        tensor.data.fill_(float("nan"))
+    with torch.no_grad():
+        model.init_weights(seed=0)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert all(torch.isfinite(tensor).all() for tensor in tensors)
+    assert len(list(model.buffers())) == 4 and all(buffer.eq(0).all() for buffer in model.buffers())
+    assert {name for name, _ in model.named_buffers()} & model.state_dict().keys() == {
+        f"layers.{i}.moe.expert_bias" for i in (1, 2)
+    }
+    experts = model.layers["1"].moe.experts
+    for weight in (experts.w1, experts.w2, experts.w3):
+        assert (weight[0] - weight[1]).abs().max() > 0.01
+
+
+# ---- the released model ----
+
+# Shapes by name in the released checkpoint: what a layer's mixer and feed-forward hold, in multiplied numbers.
+KDA = {
+    **{f"{x}_proj.weight": (4096, 2304) for x in "qkv"},
+    **{f"{x}_conv.weight": (4096, 4) for x in "qkv"},
+    "forget_gate.A_log": (32,),
+    "forget_gate.dt_bias": (32, 128),
+    **{f"{x}_a_proj.weight": (128, 2304) for x in "fg"},
+    **{f"{x}_b_proj.weight": (4096, 128) for x in "fg"},
+    "b_proj.weight": (32, 2304),
+    "o_norm.weight": (128,),
+    "o_proj.weight": (2304, 4096),
+}
+MLA = {
+    "wq.weight": (6144, 2304),
+    "wkv_a.weight": (576, 2304),
+    "kv_norm.weight": (512,),
+    "wkv_b.weight": (8192, 512),
+    "wo.weight": (2304, 4096),
+}
+DENSE = {"w1.weight": (9216, 2304), "w2.weight": (2304, 9216), "w3.weight": (9216, 2304)}
+MOE = {
+    "router.gate.weight": (256, 2304),
+    "expert_bias": (256,),
+    "experts.w1": (256, 1024, 2304),
+    "experts.w2": (256, 2304, 1024),
+    "experts.w3": (256, 1024, 2304),
+    "shared_experts.w1.weight": (1024, 2304),
+    "shared_experts.w2.weight": (2304, 1024),
+    "shared_experts.w3.weight": (1024, 2304),
+}
+
+
+def test_the_released_model_on_the_meta_device():
+    want = {"tok_embeddings.weight": (163840, 2304), "norm.weight": (2304,), "output.weight": (163840, 2304)}
+    for i in range(27):
+        mixer = MLA if i + 1 in (4, 8, 12, 16, 20, 24, 27) else KDA
+        want |= {f"layers.{i}.mixer.{name}": shape for name, shape in mixer.items()}
+        kind, ffn = ("feed_forward", DENSE) if i == 0 else ("moe", MOE)
+        want |= {f"layers.{i}.{kind}.{name}": shape for name, shape in ffn.items()}
+        want |= {f"layers.{i}.{norm}.weight": (2304,) for norm in ("mixer_norm", "ffn_norm")}
+    args = FLAVORS["kimi_linear_48b_a3b"]
+    with torch.device("meta"):
+        model = Decoder(args)
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == want
+    count = sum(math.prod(shape) for name, shape in want.items() if "expert_bias" not in name)
+    nparams, flops = args.get_nparams_and_flops(model, 4096)
+    assert nparams == count == 49_122_675_072
+    active = count - 26 * 248 * 3 * 1024 * 2304 - 163840 * 2304  # what a token meets; the embedding only looks up
+    assert 3.0e9 < active < 3.2e9
+    attention = 7 * 2 * 32 * (192 + 128) * 4096
+    assert flops == 6 * active + 3 * (attention + 20 * model.layers["0"].mixer.core_flops_per_token(1))
+    assert model.layers["0"].mixer.o_norm.eps == model.norm.eps == 1e-5
+    assert model.layers["3"].mixer.kv_norm.eps == 1e-6
+    moe = model.layers["1"].moe
+    assert (moe.router.top_k, moe.router.route_scale, moe.router.route_norm) == (8, 2.446, True)
+    assert model.layers["0"].mixer.forget_gate.gate == "softplus"
+
+
+def test_the_twin_differs_in_its_mixers_alone():
+    hybrid, full = FLAVORS["kimi_linear_1b_a300m"], FLAVORS["kimi_linear_1b_a300m_full"]
+    assert replace(full, layer_pattern=hybrid.layer_pattern) == hybrid
+    assert hybrid.mixers() == {"kda", "mla"} and full.mixers() == {"mla"}
+
+
+@pytest.mark.parametrize("name", job_names())
+def test_shipped_jobs_parse_and_build(name):
+    config = load_job(["--job.config_file", name], reads_data=False)
+    args = model_args_of(config)
+    with torch.device("meta"):
+        model = Decoder(args)
+    assert args.get_nparams_and_flops(model, config.training.seq_len)[1] > 0
+    assert config.job.dump_folder.endswith(name) and config.validation.steps > 0
+
+
+# ---- a whole job ----
+
+
+def test_a_hybrid_trains_samples_and_goes_on(tmp_path):
+    settings = {"model.flavor": "kimi_linear_debug", "training.local_batch_size": 2, "training.steps": 6}
+    settings |= {"architecture.dim": 32, "architecture.ffn_width": 64, "architecture.expert_width": 16}
+    settings |= {"architecture.layer_pattern": ["kda", "mla"], "architecture.n_layers": 2, "architecture.n_heads": 2}
+    settings |= {"validation.freq": 3, "generation.freq": 3, "checkpoint.interval": 3}
+    toml = jobs.write_job(tmp_path, settings)
+    run = jobs.run_job(toml)
+    assert run.returncode == 0, jobs.log_of(run)[-4000:]
+    whole = jobs.losses(jobs.log_of(run))
+    assert len(whole) == 6 and whole[6] < whole[1] - 0.5
+    samples = jobs.samples(tmp_path / "run")
+    assert sorted(samples) == [1, 3, 6]
+    for line in ("train runs document_attention", "eval runs document_attention", "decode runs token_attention"):
+        assert jobs.log_of(run).count(f"Full attention {line}\n") == 1
+    # From the middle, with the experts' bias and all else as it was: the same losses and the same text.
+    for name in ("step-6", "samples"):
+        folder = tmp_path / "run" / ("checkpoint" if name != "samples" else "") / name
+        folder.rename(tmp_path / name)
+    again = jobs.run_job(toml)
+    assert again.returncode == 0, jobs.log_of(again)[-4000:]
+    resumed = jobs.losses(jobs.log_of(again))
+    assert {step: whole[step] for step in (4, 5, 6)} == resumed
+    assert jobs.samples(tmp_path / "run")[6] == samples[6]

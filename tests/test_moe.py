@@ -1,0 +1,328 @@
+"""The mixture of experts against its formula, its load balancing, and that every layout trains the same hybrid."""
+
+import shutil
+from types import SimpleNamespace
+
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torchtitan.config.job_config import Compile, Optimizer
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama4.infra.parallelize import apply_compile
+
+from titan_kda.attention import ForgetGate
+from titan_kda.initialize import Initializer
+from titan_kda.model import FLAVORS, Decoder, ModelArgs
+from titan_kda.moe import MixtureOfExperts, count_tokens
+from titan_kda.parallelize import parallelize
+from titan_kda.register import build_kda_optimizers
+from titan_kda.train import load_job
+
+DIM, WIDTH, EXPERTS, TOP = 16, 24, 6, 2
+
+
+def make_moe(seed=0, **options):
+    moe = MixtureOfExperts(DIM, WIDTH, EXPERTS, TOP, **{"scaling": 2.5, **options})
+    moe.init_weights(Initializer(seed), "moe", output_std=0.3)
+    return moe
+
+
+def written_out(moe, x, renormalize=True, scaling=2.5):
+    """The formula token by token [T, dim] in FP64, and each token's experts."""
+    w = {name: tensor.detach().double() for name, tensor in moe.state_dict().items()}
+    x, rows, chosen = x.detach().double(), [], []
+    for token in x:
+        scores = torch.sigmoid(w["router.gate.weight"] @ token)
+        best = (scores + w["expert_bias"]).topk(TOP).indices.tolist()
+        total = sum(scores[e] for e in best) if renormalize else 1.0
+        row = torch.zeros(DIM, dtype=torch.float64)
+        for e in best:
+            hidden = F.silu(w["experts.w1"][e] @ token) * (w["experts.w3"][e] @ token)
+            row += scaling * scores[e] / total * (w["experts.w2"][e] @ hidden)
+        if "shared_experts.w1.weight" in w:
+            parts = {name: w[f"shared_experts.{name}.weight"] for name in ("w1", "w2", "w3")}
+            row += parts["w2"] @ (F.silu(parts["w1"] @ token) * (parts["w3"] @ token))
+        rows.append(row)
+        chosen.append(best)
+    return torch.stack(rows), chosen
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"renormalize": False, "scaling": 1.0}, {"num_shared": 0}, {"num_shared": 2}, {"seed": 3}]
+)
+def test_layer_is_its_formula(options):
+    torch.manual_seed(1)
+    moe, x = make_moe(**options), torch.randn(2, 20, DIM)
+    moe.expert_bias.copy_(torch.randn(EXPERTS) * 0.3)  # it changes what is chosen, and no weight
+    y = moe(x)
+    formula = {name: options[name] for name in ("renormalize", "scaling") if name in options}
+    want, chosen = written_out(moe, x.flatten(0, 1), **formula)
+    assert (y.flatten(0, 1) - want).abs().max() <= 1e-5 * want.abs().max()
+    assert moe.tokens_per_expert.tolist() == torch.tensor(chosen).flatten().bincount(minlength=EXPERTS).tolist()
+    moe.expert_bias.zero_()
+    assert written_out(moe, x.flatten(0, 1))[1] != chosen
+    if "num_shared" in options:
+        width = 0 if moe.shared_experts is None else moe.shared_experts.w1.out_features
+        assert width == options["num_shared"] * WIDTH
+
+
+def test_gradients_are_those_of_the_formula():
+    torch.manual_seed(2)
+    moe, x, weight = make_moe(), torch.randn(1, 15, DIM, requires_grad=True), torch.randn(15, DIM)
+    (moe(x)[0] * weight).sum().backward()
+    _, chosen = written_out(moe, x[0])
+    mask = F.one_hot(torch.tensor(chosen), EXPERTS).sum(1)  # the choice itself has no gradient
+    w = {name: parameter.detach().double().requires_grad_() for name, parameter in moe.named_parameters()}
+    leaf = x[0].detach().double().requires_grad_()
+    scores = torch.sigmoid(leaf @ w["router.gate.weight"].T) * mask
+    scores = 2.5 * scores / scores.sum(1, keepdim=True)
+    hidden = F.silu(torch.einsum("td,ehd->teh", leaf, w["experts.w1"]))
+    hidden = hidden * torch.einsum("td,ehd->teh", leaf, w["experts.w3"])
+    y = torch.einsum("te,teh,edh->td", scores, hidden, w["experts.w2"])
+    shared = F.silu(leaf @ w["shared_experts.w1.weight"].T) * (leaf @ w["shared_experts.w3.weight"].T)
+    ((y + shared @ w["shared_experts.w2.weight"].T) * weight).sum().backward()
+    for name, parameter in moe.named_parameters():
+        assert (parameter.grad - w[name].grad).norm() <= 1e-5 * w[name].grad.norm(), name
+    assert (x.grad[0] - leaf.grad).norm() <= 1e-5 * leaf.grad.norm()
+
+
+def test_count_tokens():
+    assert count_tokens(torch.tensor([[0, 3], [3, 4]]), 6).tolist() == [1, 0, 0, 2, 1, 0]
+
+
+def test_an_expert_with_no_tokens_and_one_with_all():
+    moe = make_moe()
+    moe.expert_bias.copy_(torch.tensor([9.0, 9, 0, 0, 0, 0]))
+    moe(torch.randn(1, 10, DIM)).sum().backward()
+    assert moe.tokens_per_expert.tolist() == [10, 10, 0, 0, 0, 0]
+    for weight in (moe.experts.w1, moe.experts.w2, moe.experts.w3):
+        used = weight.grad.flatten(1).abs().sum(1).gt(0).tolist()
+        assert used == [True, True, False, False, False, False]
+
+
+def test_the_bias_stays_fp32():
+    for cast in (lambda m: m.bfloat16(), lambda m: m.to(torch.float16)):
+        moe = make_moe()
+        moe.expert_bias.fill_(1.001)  # which no 16-bit number is
+        cast(moe)
+        assert moe.experts.w1.dtype == moe.router.gate.weight.dtype != torch.float32
+        assert moe.expert_bias.dtype == torch.float32 and moe.expert_bias.eq(1.001).all()
+        assert moe(torch.randn(1, 5, DIM, dtype=moe.experts.w1.dtype)).dtype == moe.experts.w1.dtype
+
+
+def test_scores_are_fp32_in_a_16_bit_model():
+    moe = make_moe().bfloat16()
+    x = torch.randn(7, DIM).bfloat16()
+    with torch.no_grad():
+        want = x.float() @ moe.router.gate.weight.float().T
+        assert torch.equal(moe.router.gate(x), want)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(moe.router.gate(x), want)
+
+
+def test_autocast_reaches_the_experts():
+    torch.manual_seed(4)
+    moe, x = make_moe(), torch.randn(1, 30, DIM)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = moe(x)
+    assert y.dtype == torch.bfloat16
+    want, _ = written_out(moe, x[0].bfloat16())  # the same experts: they are chosen by what was rounded
+    assert (y[0] - want).square().mean().sqrt() <= 0.02 * want.square().mean().sqrt()
+
+
+# ---- the load ----
+
+TINY = dict(
+    **dict(dim=32, n_layers=3, n_heads=2, key_width=8, value_width=12, ffn_width=48, layer_pattern=["kda", "mla"]),
+    **dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12),
+    **dict(num_experts=6, num_experts_per_token=2, expert_width=16, gate="softplus"),
+)
+ONE = SimpleNamespace(ep_enabled=False, pp_enabled=False, get_optional_mesh=lambda name: None)
+
+
+def make(**changes):
+    model = Decoder(ModelArgs(**{**TINY, **changes}))
+    with torch.no_grad():
+        model.init_weights(seed=0)
+    return model
+
+
+def test_a_step_moves_the_bias_towards_balance():
+    model, tokens = make(load_balance_coeff=0.01), torch.arange(60).reshape(2, 30)
+    optimizers = build_kda_optimizers([model], Optimizer(implementation="foreach"), ONE)
+    model(tokens).square().mean().backward()
+    counts = [model.layers[i].moe.tokens_per_expert.clone() for i in "12"]
+    with torch.no_grad():  # validation, and text
+        model(tokens)
+    for i, count in zip("12", counts):
+        assert torch.equal(model.layers[i].moe.tokens_per_expert, count) and count.sum() == 120
+    optimizers.step()
+    for i, count in zip("12", counts):
+        moe = model.layers[i].moe
+        sign = (count.mean() - count).sign()
+        torch.testing.assert_close(moe.expert_bias, 0.01 * (sign - sign.mean()))
+        assert moe.tokens_per_expert.eq(0).all() and moe.expert_bias.ne(0).any()
+    state = {name: tensor for name, tensor in model.state_dict().items() if "expert" in name}
+    assert "layers.1.moe.expert_bias" in state and not any("tokens_per_expert" in name for name in state)
+
+
+def test_the_load_evens_out():
+    torch.manual_seed(3)
+    model = make(load_balance_coeff=0.02)
+    model.layers["1"].moe.expert_bias[0] = 1.0  # above any score: every token goes there
+    optimizers = build_kda_optimizers([model], Optimizer(lr=1e-6, implementation="foreach"), ONE)
+    uneven = []
+    for _ in range(60):
+        model(torch.randint(0, 250, (2, 40))).mean().backward()
+        counts = model.layers["1"].moe.tokens_per_expert
+        uneven.append(float(counts.max() / counts.mean()))
+        optimizers.step()
+        optimizers.zero_grad()
+    assert uneven[0] == 3 and sum(uneven[-10:]) / 10 < 1.5
+
+
+def test_a_coefficient_of_zero_keeps_the_bias():
+    model = make(load_balance_coeff=0.0)
+    model.layers["1"].moe.expert_bias.fill_(0.25)
+    optimizers = build_kda_optimizers([model], Optimizer(implementation="foreach"), ONE)
+    model(torch.arange(20)[None]).mean().backward()
+    optimizers.step()
+    assert model.layers["1"].moe.expert_bias.eq(0.25).all()
+
+
+def test_no_weight_decay_on_decay_parameters_of_a_hybrid():
+    model = make()
+    container = build_kda_optimizers([model], Optimizer(weight_decay=0.1, implementation="foreach"), ONE)
+    decay_of = {p: g["weight_decay"] for o in container.optimizers for g in o.param_groups for p in g["params"]}
+    assert decay_of.keys() == set(model.parameters())
+    special = {p for m in model.modules() if isinstance(m, ForgetGate) for p in m.parameters()}
+    assert len(special) == 4 and {p for p, decay in decay_of.items() if decay == 0} == special
+
+
+# ---- layouts ----
+
+
+def test_compiled_parts_are_filled_too():
+    with torch.device("meta"):
+        model = Decoder(ModelArgs(**TINY))
+    apply_compile(model, Compile(enable=True), ep_enabled=False)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    with torch.no_grad():
+        model.init_weights(seed=0)
+    for (name, parameter), want in zip(model.named_parameters(), make().parameters()):
+        assert torch.equal(parameter, want), name
+
+
+@pytest.fixture
+def eight_ranks():
+    """A process group of eight ranks, of which this process is the first and the others do not exist."""
+    if dist.is_initialized():
+        pytest.skip("a process group is there already")
+    dist.init_process_group("fake", rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tp, ep", [(1, 8), (1, 4), (2, 4)])
+def test_plan_of_the_released_model_on_eight_ranks(tmp_path, eight_ranks, tp, ep):
+    """All 48 billion parameters on the meta device: each rank's shard is an eighth, experts split by expert."""
+    settings = {"parallelism.expert_parallel_degree": ep, "parallelism.tensor_parallel_degree": tp}
+    if tp > 1:
+        settings["parallelism.expert_tensor_parallel_degree"] = tp
+    cleared = {f"architecture.{name}": None for name in jobs.TINY["architecture"]}
+    toml = jobs.write_job(tmp_path, settings | cleared | {"model.flavor": "kimi_linear_48b_a3b"})
+    config = load_job(["--job.config_file", str(toml)], reads_data=False)
+    args = FLAVORS["kimi_linear_48b_a3b"]
+    with torch.device("meta"):
+        model = Decoder(args)
+    whole = sum(p.numel() for p in model.parameters())
+    names = {name: p.shape for name, p in model.named_parameters()}
+    dims = ParallelDims(
+        **dict(dp_replicate=1, dp_shard=8 // tp, cp=1, tp=tp, pp=1, ep=ep, etp=tp if tp > 1 else 1, world_size=8)
+    )
+    model = parallelize(model, dims, config)
+    local = {name: p.to_local() for name, p in model.named_parameters()}
+    assert {name: p.shape for name, p in model.named_parameters()} == names
+    assert sum(p.numel() for p in local.values()) == pytest.approx(whole / 8, rel=0.001 if tp == 1 else 0.01)
+    assert local["layers.1.moe.experts.w1"].shape == (256 // (8 // tp), 1024 // tp, 2304)
+    assert local["layers.1.moe.experts.w2"].shape == (256 // (8 // tp), 2304, 1024 // tp)
+    assert local["layers.3.mixer.wq.weight"].shape == (6144 // 8, 2304)
+    assert local["layers.3.mixer.wkv_a.weight"].shape == (576 * tp // 8, 2304)  # whole on every tensor-parallel rank
+
+
+def test_a_job_of_the_released_plan_runs_on_a_fake_backend(tmp_path):
+    """torchtitan's dry run of eight ranks in one process: FSDP and expert parallelism, the widths cut down."""
+    widths = dict(dim=32, n_layers=4, n_heads=4, key_width=8, value_width=8, vocab_size=264, ffn_width=32)
+    widths |= dict(
+        expert_width=16, num_experts=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+    )
+    settings = {f"architecture.{name}": value for name, value in widths.items()}
+    settings |= {"model.flavor": "kimi_linear_48b_a3b", "training.local_batch_size": 1, "training.steps": 2}
+    settings |= {"validation.enable": False, "generation.enable": False, "checkpoint.enable": False}
+    toml = jobs.write_job(tmp_path, settings)
+    env = jobs.environment(NGPU="8", RANK="0", LOCAL_RANK="0", WORLD_SIZE="8")
+    args = ("--comm.mode=fake_backend", "--parallelism.expert_parallel_degree=4")
+    run = jobs.run_job(toml, *args, module="torchtitan.train", env=env)
+    log = jobs.log_of(run)
+    assert run.returncode == 0, log[-4000:]
+    assert sorted(jobs.losses(log)) == [1, 2]
+    assert "Spread the experts: expert parallel 4, tensor parallel 1" in log and "Applied FSDP" in log
+
+
+HYBRID = {
+    "model.flavor": "kimi_linear_debug",
+    "architecture.dim": 32,
+    "architecture.key_width": 8,
+    "architecture.value_width": 8,
+    "architecture.ffn_width": 64,
+    "architecture.expert_width": 16,
+    "architecture.kv_lora_rank": 16,
+    "architecture.qk_nope_head_dim": 8,
+    "architecture.qk_rope_head_dim": 4,
+    "architecture.v_head_dim": 8,
+    "architecture.layer_pattern": ["kda", "mla", "gqa"],
+    "architecture.n_layers": 3,
+    "architecture.kv_heads": 2,
+    "architecture.load_balance_coeff": 0.01,
+    "training.local_batch_size": 2,
+    "training.steps": 3,
+    "validation.freq": 3,
+    "generation.freq": 3,
+    "checkpoint.enable": False,
+}
+TP = ("--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1")
+DDP = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1")
+EP = ("--parallelism.expert_parallel_degree=2",)
+ALL = (
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.expert_parallel_degree=2",
+    "--parallelism.expert_tensor_parallel_degree=2",
+)
+
+
+def train(folder, args, processes, **settings):
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    run = jobs.run_job(jobs.write_job(folder, HYBRID | settings), *args, processes=processes, timeout=600)
+    log = jobs.log_of(run)
+    assert run.returncode == 0, log[-4000:]
+    losses, validation = jobs.losses(log), jobs.validation_losses(log)
+    assert len(losses) == 3 and len(validation) == 2 and len(jobs.samples(folder / "run")[3]) == 2
+    return [*losses.values(), *validation.values()]
+
+
+def apart(one, other):
+    return max(abs(a - b) for a, b in zip(one, other))
+
+
+def test_every_layout_trains_the_same_hybrid(tmp_path):
+    """Losses over three steps: a gradient that is lost or counted twice somewhere shows from the second on."""
+    one = train(tmp_path, (), 1)
+    assert apart(train(tmp_path, TP, 2), one) <= 1e-4
+    two = train(tmp_path, DDP, 2)
+    assert apart(two, one) > 1e-3  # two ranks read other text than one
+    for args, processes in ((EP, 2), (ALL, 4)):
+        assert apart(train(tmp_path, args, processes), two) <= 1e-4
