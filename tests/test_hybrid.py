@@ -500,3 +500,74 @@ def test_a_hybrid_trains_samples_and_goes_on(tmp_path):
     resumed = jobs.losses(jobs.log_of(again))
     assert {step: whole[step] for step in (4, 5, 6)} == resumed
     assert jobs.samples(tmp_path / "run")[6] == samples[6]
+
+
+# ---- on a GPU ----
+
+
+def apart(got, want):
+    """Relative RMS error."""
+    got, want = got.detach().double().cpu(), want.detach().double()
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_on_a_gpu_is_fp32_on_a_cpu(kind):
+    """At the released widths: packed with empty and dead rows, rows alone, and a cache; forward and backward."""
+    torch.manual_seed(11)
+    layer = LatentAttention(256, 4) if kind == "mla" else GroupedQueryAttention(256, 8, 2, 128)
+    layer.init_weights(Initializer(0), "layer", output_std=0.1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_((parameter * 2).bfloat16())
+    there = type(layer)(256, 4) if kind == "mla" else type(layer)(256, 8, 2, 128)
+    there.load_state_dict(layer.state_dict())
+    there = there.cuda().bfloat16()
+    x, weight = (torch.randn(1, 600, 256).bfloat16().float() for _ in range(2))
+    offsets = torch.tensor([0, 130, 130, 131, 500, 560, 560], dtype=torch.int32)
+    weight[:, 560:] = 0
+    for cu in (None, offsets):
+        leaves = [x.clone().requires_grad_(), x.cuda().bfloat16().requires_grad_()]
+        y = layer(leaves[0], cu)
+        got = there(leaves[1], None if cu is None else cu.cuda(), None, 600)
+        (y * weight).sum().backward()
+        (got.float() * weight.cuda()).sum().backward()
+        assert apart(got, y) <= 0.02 and apart(leaves[1].grad, leaves[0].grad) <= 0.04
+        if cu is not None:
+            assert got[:, 560:].eq(0).all() and leaves[1].grad[:, 560:].eq(0).all()
+        for (name, mine), (_, theirs) in zip(layer.named_parameters(), there.named_parameters()):
+            assert apart(theirs.grad, mine.grad) <= 0.04, name
+        layer.zero_grad()
+        there.zero_grad()
+    with torch.no_grad():
+        want, cache = layer(x), there.new_cache()
+        pieces = [there(piece.cuda().bfloat16(), cache=cache) for piece in x.split([300, 1, 1, 200, 98], 1)]
+    assert apart(torch.cat(pieces, 1), want) <= 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["kimi", "gqa"])
+def test_greedy_text_on_a_gpu_is_that_of_whole_forwards(pattern):
+    model = make(**{**PATTERNS[pattern], "key_width": 16, "value_width": 16}).cuda()
+    with torch.device("cuda"):
+        want = [without_cache(model, prompt) for prompt in PROMPTS]
+    samples = [Sample(list(prompt)) for prompt in PROMPTS]
+    generate(model, samples, Sampling(NEW, temperature=0))
+    for sample, tokens in zip(samples, want):
+        assert sample.tokens[: len(tokens)] == tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_hybrid_trains_on_a_gpu(tmp_path, compiled):
+    settings = {"model.flavor": "kimi_linear_debug", "training.mixed_precision_param": "bfloat16"}
+    settings |= {"training.seq_len": 512, "validation.seq_len": 512, "compile.enable": compiled}
+    settings |= {"activation_checkpoint.mode": "selective" if compiled else "none"}
+    settings |= {f"architecture.{name}": None for name in jobs.TINY["architecture"]}
+    run = jobs.run_job(jobs.write_job(tmp_path, settings), timeout=580)
+    log = jobs.log_of(run)
+    assert run.returncode == 0, log[-4000:]
+    losses = jobs.losses(log)
+    assert len(losses) == jobs.STEPS and losses[jobs.STEPS] < losses[1] - 1
+    assert "Full attention train runs varlen_attn" in log and len(jobs.samples(tmp_path / "run")) == 3

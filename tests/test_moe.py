@@ -132,6 +132,30 @@ def test_autocast_reaches_the_experts():
     assert (y[0] - want).square().mean().sqrt() <= 0.02 * want.square().mean().sqrt()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu(dtype):
+    """bf16 by grouped products, FP32 by one product an expert; some experts have no tokens."""
+    torch.manual_seed(5)
+    moe, x, weight = make_moe(), torch.randn(1, 100, DIM), torch.randn(1, 100, DIM)
+    moe.expert_bias[4] = -9.0
+    there = make_moe().cuda().to(dtype)
+    there.expert_bias.copy_(moe.expert_bias)
+    moe.to(dtype).float()  # the same rounded weights
+    x = x.to(dtype).float()
+    leaves = [x.clone().requires_grad_(), x.cuda().to(dtype).requires_grad_()]
+    (moe(leaves[0]) * weight).sum().backward()
+    y = there(leaves[1])
+    (y.float() * weight.cuda()).sum().backward()
+    assert there.experts.use_grouped_mm is (dtype == torch.bfloat16)
+    assert torch.equal(there.tokens_per_expert.cpu(), moe.tokens_per_expert)
+    bound = 0.02 if dtype == torch.bfloat16 else 1e-4
+    pairs = [(leaves[1].grad, leaves[0].grad), (y, moe(x))]
+    pairs += [(a.grad, b.grad) for a, b in zip(there.parameters(), moe.parameters())]
+    for got, want in pairs:
+        assert (got.float().cpu() - want).norm() <= bound * want.norm()
+
+
 # ---- the load ----
 
 TINY = dict(
