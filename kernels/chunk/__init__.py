@@ -11,12 +11,14 @@ Forward, two launches:
                  64 value columns)        carries the FP32 state, writes the output                256
 
 A pipeline that wrote the state at every chunk and v_new for an output stage of its own would move 1,500 more. Backward,
-three launches; nothing but the inputs is kept from the forward:
+five launches; nothing but the inputs is kept from the forward:
 
     prepare.py          as above, and A = (I + L)^-1 is kept                                     2,562
     backward_scan.py    the forward scan for the states and v_new, and beside it in the same
                         grid the reverse scan for the gradients of the states and dv_new         4,096
-    backward_inputs.py  per (chunk, head): the gradients of q, k, v, the gate and beta           5,000
+    backward_inputs.py  per (chunk, head): the gradients of the scores and of v                  1,932
+                        per (chunk, head, 64 channels): those of q, k and the gate               4,112
+                        beta's, from its parts in those programs                                    16
 
 Intermediates are in the inputs' type, token-major at padded widths (64, 128, 256); sums, gates and the states carried
 are FP32. tiles.py has what the stages share: where a chunk lies (found on the device from ``cu_seqlens``), how pairs of
