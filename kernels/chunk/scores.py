@@ -56,6 +56,8 @@ def score_levels(
     i = tl.arange(0, 32)[:, None]
     j = tl.arange(0, 32)[None, :]
     row = FIRST + i
+    apart = i ^ j
+    level_of = (apart >= 2).to(tl.int32) + (apart >= 4) + (apart >= 8) + (apart >= 16)
     q_scores = tl.zeros((32, 32), tl.float32)
     k_scores = tl.zeros((32, 32), tl.float32)
     dot_qk = tl.zeros((32,), tl.float32)
@@ -78,9 +80,11 @@ def score_levels(
             factor = tl.exp2(-tl.abs(g - load_clamped(gate, anchor, rows, column, K, stride, MASKED)))
             k_near = opaque((k_tile * factor).to(OPERAND))
             q_near = opaque((q_tile * factor).to(OPERAND))
-            served = ((i >> level) ^ (j >> level)) == 1
-            q_scores += tl.where(served, matmul(q_near, tl.trans(k_near), PRECISION), 0.0)
-            k_scores += tl.where(served, matmul(k_near, tl.trans(k_near), PRECISION), 0.0)
+            served = level_of == level
+            q_more = tl.dot(q_near, tl.trans(k_near), q_scores, input_precision=PRECISION)
+            k_more = tl.dot(k_near, tl.trans(k_near), k_scores, input_precision=PRECISION)
+            q_scores = tl.where(served, q_more, q_scores)
+            k_scores = tl.where(served, k_more, k_scores)
     q_scores = tl.where(i > j, q_scores, tl.where(i == j, dot_qk[:, None], 0.0))
     store_rows(a_qk, q_scores, row, rows, stride_a, FIRST + j)
     store_rows(lower, k_scores, row, rows, stride_l, FIRST + j)
