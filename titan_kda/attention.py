@@ -284,6 +284,7 @@ class KimiDeltaAttention(nn.Module):
         self.num_heads = num_heads
         self.beta_scale = 2.0 if allow_neg_eigval else 1.0
         self.backends = backends or Backends()
+        self.may_pad = True  # whether there may be rows past the last offset; the model can know better
         keys, values = num_heads * key_width, num_heads * value_width
         self.q_proj = nn.Linear(dim, keys, bias=False)
         self.k_proj = nn.Linear(dim, keys, bias=False)
@@ -380,19 +381,27 @@ class KimiDeltaAttention(nn.Module):
         layer_input = x
         if cu_seqlens is not None:
             x = x.reshape(1, rows * tokens, -1)
+        live = None
+        if cu_seqlens is not None and self.may_pad:
+            # Past the last offset the operators leave outputs and gradients unspecified: neither may reach a product.
+            live = (torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1])[None, :, None]
+
+        def masked(y: Tensor) -> Tensor:
+            return y if live is None or not torch.is_grad_enabled() else torch.where(live, y, 0)
+
         keep = cache is not None
         tails = (cache.conv_q, cache.conv_k, cache.conv_v) if cache is not None else (None, None, None)
-        q, conv_q = self.q_conv(self.q_proj(x), cu_seqlens, tails[0], keep, impl)
-        k, conv_k = self.k_conv(self.k_proj(x), cu_seqlens, tails[1], keep, impl)
-        v, conv_v = self.v_conv(self.v_proj(x), cu_seqlens, tails[2], keep, impl)
+        q, conv_q = self.q_conv(masked(self.q_proj(x)), cu_seqlens, tails[0], keep, impl)
+        k, conv_k = self.k_conv(masked(self.k_proj(x)), cu_seqlens, tails[1], keep, impl)
+        v, conv_v = self.v_conv(masked(self.v_proj(x)), cu_seqlens, tails[2], keep, impl)
         q = q.unflatten(-1, (-1, self.key_width))  # [B, T, H, K]; H is this rank's
         fused = phase == "prefill" and backend == "chunk" and self.backends.fuse_q_l2norm
         if not fused:
             q = l2norm(q, impl=impl)
         k = l2norm(k.unflatten(-1, (-1, self.key_width)), impl=impl)
         v = v.unflatten(-1, (-1, self.value_width))
-        raw_gate = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (-1, self.key_width))
-        beta = torch.sigmoid(self.b_proj(x).float()) * self.beta_scale
+        raw_gate = masked(self.f_b_proj(self.f_a_proj(x))).unflatten(-1, (-1, self.key_width))
+        beta = torch.sigmoid(masked(self.b_proj(x)).float()) * self.beta_scale
         state = None if cache is None else cache.state
         if backend == "chunk":
             cumulative_gate = self.forget_gate.log2_decay(raw_gate, decay, CHUNK_SIZE, cu_seqlens, impl)
@@ -417,10 +426,8 @@ class KimiDeltaAttention(nn.Module):
             )
         if cache is not None:
             cache.state, cache.conv_q, cache.conv_k, cache.conv_v = final_state, conv_q, conv_k, conv_v
-        if cu_seqlens is not None:
-            # Rows past the last offset are unspecified in the core's output and must stay out of the products below.
-            live = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
-            o = torch.where(live[None, :, None, None], o, 0)
+        if live is not None:
+            o = torch.where(live[..., None], o, 0)
         return self._output(o.reshape(rows, tokens, *o.shape[2:]), layer_input)
 
     def _decode(self, x: Tensor, cache: KDACache, decay: tuple[Tensor, Tensor]) -> Tensor:

@@ -422,7 +422,7 @@ class Decoder(ModelProtocol):
             raise ValueError("attn_type 'varlen' needs a tokenizer with an end-of-sequence token")
         cu_seqlens = document_offsets(input_batch, tokenizer.eos_id)
         tokens = input_batch.shape[1]
-        return VarlenMetadata(cu_seqlens, cu_seqlens, tokens, tokens)
+        return DocumentMasks(cu_seqlens, cu_seqlens, tokens, tokens)
 
     def new_cache(self) -> ModelCache:
         """An empty cache; the first forward that is given it fills it for its sequences."""
@@ -446,7 +446,11 @@ class Decoder(ModelProtocol):
         max_tokens = tokens.shape[1] if attention_masks is None else int(attention_masks.max_q)
         h = self.tok_embeddings(tokens)
         self._announce(h, max_tokens, cu_seqlens is not None or cache is not None, cache)
+        may_pad = not isinstance(attention_masks, DocumentMasks)
         for i, layer in enumerate(self.layers.values()):
+            mixer = unwrapped(cast(Block, layer).mixer)
+            if isinstance(mixer, KimiDeltaAttention):
+                mixer.may_pad = may_pad
             gathered = cast(Block, layer).mixer.gather()
             h = layer(h, gathered, cu_seqlens, None if cache is None else cache[i], max_tokens)
         return self.output(self.norm(h))
@@ -469,6 +473,12 @@ class Decoder(ModelProtocol):
             if line not in self._announced:
                 self._announced.add(line)
                 logger.info(line)
+
+
+class DocumentMasks(VarlenMetadata):
+    """Offsets whose last one is the stream's end: no token lies past it, and nothing has to be masked for that."""
+
+    __slots__ = ()
 
 
 def document_offsets(tokens: Tensor, eos_id: int) -> Tensor:
