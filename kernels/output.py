@@ -271,7 +271,9 @@ def launch_chunk_output(
         chunk_starts = None
         if cu_seqlens is not None:
             chunk_starts = torch.empty(sequences + 1, dtype=torch.int32, device=q.device)
-            _chunk_starts_kernel[(1,)](cu_seqlens, chunk_starts, tokens, sequences, chunks, CHUNK=chunk_size, BLOCK=1024)
+            _chunk_starts_kernel[(1,)](
+                cu_seqlens, chunk_starts, tokens, sequences, chunks, CHUNK=chunk_size, BLOCK=1024
+            )
         _chunk_output_kernel[(programs,)](
             q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
             tokens, sequences, heads, q.shape[2], key_width, value_width, total, scale, 1.0 if log2 else LOG2_E,

@@ -25,7 +25,7 @@ Rows past the end of a short chunk repeat its last row; no pair of theirs is sto
 import triton
 import triton.language as tl
 
-from .tiles import matmul, opaque, stack
+from .tiles import opaque, stack
 
 
 @triton.jit
