@@ -75,9 +75,11 @@ def score_levels(
         dot_qk += tl.sum(q_tile * k_tile, axis=1)
         if Q_NORM:
             square += tl.sum(q_tile * q_tile, axis=1)
+        g_anchor = load_clamped(gate, FIRST + (i & -2) + 1, rows, column, K, stride, MASKED)
         for level in range(0, 5):
-            anchor = FIRST + (i & -(2 << level)) + (1 << level)
-            factor = tl.exp2(-tl.abs(g - load_clamped(gate, anchor, rows, column, K, stride, MASKED)))
+            factor = tl.exp2(-tl.abs(g - g_anchor))
+            up = tl.minimum(level + 1, 4)  # the next level's anchor is on its way while this level computes
+            g_anchor = load_clamped(gate, FIRST + (i & -(2 << up)) + (1 << up), rows, column, K, stride, MASKED)
             k_near = opaque((k_tile * factor).to(OPERAND))
             q_near = opaque((q_tile * factor).to(OPERAND))
             served = level_of == level
