@@ -68,6 +68,7 @@ class ChunkConfig:
     backward_scan_stages: int
     inputs_warps: int
     inputs_block: int
+    inputs_stages: int
 
 
 def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
@@ -83,6 +84,7 @@ def chunk_config(padded_key_width: int, full_precision: bool) -> ChunkConfig:
         backward_scan_stages=1 if full_precision or wide else 2,
         inputs_warps=4,
         inputs_block=64,
+        inputs_stages=1 if full_precision else 2,
     )
 
 

@@ -16,6 +16,10 @@ The gate's gradient is the sum of each row's terms times q or k, less the column
 diagonal and the last row's own write into the state, are no part of it: they never enter the sums. All sums are FP32;
 d(beta), to which every program gives a part, is added up in a fixed order by ``sum_beta_kernel``.
 
+What a row reads from S comes first, in units of the factor that its pairs will share, so that the pairs are added onto
+it. The loops over turns and values are software-pipelined: without that the kernel waits most of its time, much of it
+for loads (docs/performance). FP32 operands go without, as the pipelines would triple their shared memory.
+
 A tile is [4, 16, 64], four blocks of 16 rows, and the pairs of blocks are batches of small products. D_ij =
 2^(G_i - G_j) is split at the first or last row of the block that collects, so it takes one exponential for each row of
 the other block and one for the block's own. Inside a block the pairs go by levels (scores.py); under a promise a block
@@ -32,7 +36,7 @@ from torch import Tensor
 
 from .. import configs
 from .prepare import anchored_half_range
-from .tiles import chunk_slots, load_rows, locate_chunk, matmul
+from .tiles import INTERPRETED, chunk_slots, load_rows, locate_chunk, matmul
 
 
 @triton.jit
@@ -100,9 +104,9 @@ def load_blocks(base, row, channel, K, stride, MASKED: tl.constexpr):
 
 @triton.jit
 def load_either(is_a, a, b, row, channel, K, stride, MASKED: tl.constexpr):
-    """FP32 rows of a where ``is_a`` [4, R, 1], of b elsewhere: one load where their types allow it."""
+    """Rows of a where ``is_a`` [4, R, 1], of b elsewhere: one load where their types allow it, FP32 otherwise."""
     if a.dtype == b.dtype:
-        return load_blocks(tl.where(is_a, a, b), row, channel, K, stride, MASKED).to(tl.float32)
+        return load_blocks(tl.where(is_a, a, b), row, channel, K, stride, MASKED)
     else:
         a_tile = load_blocks(a, row, channel, K, stride, MASKED).to(tl.float32)
         return tl.where(is_a, a_tile, load_blocks(b, row, channel, K, stride, MASKED).to(tl.float32))
@@ -113,6 +117,27 @@ def as_sum(tile, operand, PRECISION: tl.constexpr):
     """The tile itself, through a product with zeros: it then lies in registers as the sums do, and meets them without
     an exchange through shared memory at every use."""
     return tl.dot(tl.zeros((4, 16, 16), operand.dtype), operand, tile, input_precision=PRECISION)
+
+
+@triton.jit
+def scale_rows(tile, factor, OPERAND: tl.constexpr):
+    """tile factor as an operand. In bf16 the factor is rounded first and one instruction multiplies two; it is a sum
+    with -0, as bare products in bf16 begin with compute capability 9.0."""
+    if OPERAND != tl.bfloat16:
+        return (tile.to(tl.float32) * factor).to(OPERAND)
+    elif INTERPRETED:
+        return (tile.to(tl.float32) * factor.to(OPERAND).to(tl.float32)).to(OPERAND)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", "=r,r,r",
+            [tile, factor.to(OPERAND)], tl.bfloat16, is_pure=False, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def scale_scores(tile, beta, OPERAND: tl.constexpr):
+    """d_lower's rows times beta: of a 16 x 16 tile, not of the rows of k that it meets."""
+    return (tile.to(tl.float32) * beta).to(OPERAND)
 
 
 @triton.jit
@@ -133,7 +158,7 @@ def add_turn(
     other_row = other * 16 + r
     partner = tl.minimum(other_row, rows - 1)
     gate_tile = load_blocks(gate, partner, channel, K, stride, MASK_K)
-    k_tile = load_blocks(k, partner, channel, K, stride, MASK_K).to(tl.float32)
+    k_tile = load_blocks(k, partner, channel, K, stride, MASK_K)
     x_tile = load_either(earlier, k, q, partner, channel, K, stride, MASK_K)
     beta_other = tl.load(beta + partner * H).to(tl.float32)
     sign = tl.where(earlier, -1.0, 1.0)
@@ -145,8 +170,7 @@ def add_turn(
         between = tl.minimum(tl.where(earlier, block * 16, block * 16 + 15), rows - 1)
         anchor = load_blocks(gate, between + r * 0, channel, K, stride, MASK_K)
         factor = tl.exp2(-tl.abs(gate_tile * sign - anchor * sign))
-    x_tile = (x_tile * factor).to(OPERAND)
-    k_tile = (k_tile * (factor * beta_other)).to(OPERAND)
+    x_tile = scale_rows(x_tile, factor, OPERAND)
     pairs = own_row * (H * 64) + other * 16 + c
     is_row = earlier & (own_row < rows)
     scores = tl.load(d_scores + pairs, mask=is_row, other=0.0)
@@ -156,7 +180,8 @@ def add_turn(
     pairs = other_row * (H * 64) + block * 16 + c
     is_column = (turn > block) & (other_row < rows)
     scores = tl.load(d_scores + pairs, mask=is_column, other=0.0)
-    lower = tl.load(d_lower + pairs, mask=is_column, other=0.0)
+    lower = scale_scores(tl.load(d_lower + pairs, mask=is_column, other=0.0), beta_other, OPERAND)
+    k_tile = scale_rows(k_tile, factor, OPERAND)
     column_side = tl.dot(tl.trans(scores, 0, 2, 1), x_tile, column_side, input_precision=PRECISION)
     column_side = tl.dot(tl.trans(lower, 0, 2, 1), k_tile, column_side, input_precision=PRECISION)
     return dq, row_side, column_side
@@ -179,11 +204,11 @@ def add_level(
     delta = load_blocks(gate, own, channel, K, stride, MASK_K) - delta
     # A condition that always holds keeps the exponential where the tile was loaded, before any exchange of registers.
     factor = tl.exp2(tl.where(own_row < 64, -tl.abs(delta), 0.0))
-    k_tile = load_blocks(k, own, channel, K, stride, MASK_K).to(tl.float32)
+    k_tile = load_blocks(k, own, channel, K, stride, MASK_K)
     # What the upper half gives to columns is q and k, what the lower half gives to rows is k.
     x_tile = load_either((r & (1 << log_level)) != 0, q, k, own, channel, K, stride, MASK_K)
-    x_tile = (x_tile * factor).to(OPERAND)
-    k_tile = (k_tile * (factor * beta_row)).to(OPERAND)
+    x_tile = scale_rows(x_tile, factor, OPERAND)
+    k_tile = scale_rows(k_tile, factor, OPERAND)
     served = ((r >> log_level) ^ (c >> log_level)) == 1
     pairs = own_row * (H * 64) + block * 16 + c
     scores = tl.load(d_scores + pairs, mask=own_row < rows, other=0.0)
@@ -194,6 +219,7 @@ def add_level(
     factor = as_sum(factor, x_tile, PRECISION)
     dq += factor * tl.dot(scores, x_tile, empty, input_precision=PRECISION)
     row_side += factor * tl.dot(lower, x_tile, empty, input_precision=PRECISION)
+    lower = scale_scores(lower, beta_row, OPERAND)
     pairs = tl.dot(tl.trans(scores, 0, 2, 1), x_tile, empty, input_precision=PRECISION)
     column_side += factor * tl.dot(tl.trans(lower, 0, 2, 1), k_tile, pairs, input_precision=PRECISION)
     return dq, row_side, column_side
@@ -205,6 +231,7 @@ def input_gradients_kernel(
     d_beta_out, T, N, H, K, V, steps, steps_v, table, half_range, scale,
     PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr, HAS_OUTPUT: tl.constexpr,
     WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     step = tl.program_id(0) % steps  # programs of one chunk and head are neighbours: they share rows in the L2 cache
     slot = tl.program_id(0) // steps // H
@@ -239,10 +266,28 @@ def input_gradients_kernel(
     in_rows = own_row < rows
     channel = step * BK + tl.arange(0, BK)[None, None, :]
 
-    dq = tl.zeros((4, 16, BK), tl.float32)
-    row_side = tl.zeros((4, 16, BK), tl.float32)  # of dk, not yet times beta
+    # What meets the state: first the rows that read it.
+    dq_2d = tl.zeros((64, BK), tl.float32)
+    row_2d = tl.zeros((64, BK), tl.float32)
+    for step_v in tl.range(0, steps_v, num_stages=STAGES):
+        value = step_v * BV + tl.arange(0, BV)[None, :]
+        state = tl.trans(tl.load(h + channel_2d * WIDTH_V + value))
+        dx_tile = load_rows(dx, row, rows, value, WIDTH_V, H * WIDTH_V, False)
+        if HAS_OUTPUT:
+            d_out = load_rows(d_output, row, rows, value, V, H * V, MASK_V)
+            dq_2d = tl.dot(d_out.to(OPERAND), state, dq_2d, input_precision=PRECISION)
+        row_2d = tl.dot(dx_tile, state, row_2d, input_precision=PRECISION)
+    # 2^G of the row at which its pairs are split: what is left of each row's decay is the factor of the pairs' sums.
+    gate_split = load_blocks(gate, tl.minimum(block * 16, rows - 1), channel, K, stride, MASK_K)
+    if ANCHORED:
+        gate_split -= half_range
+    decay = tl.exp2(gate_split)
+    dq = tl.reshape(dq_2d, (4, 16, BK)) * (decay * scale)
+    row_side = tl.reshape(row_2d, (4, 16, BK)) * -decay  # of dk, not yet times beta
+
+    # The pairs.
     column_side = tl.zeros((4, 16, BK), tl.float32)
-    for turn in range(0 if ANCHORED else 1, 5 if ANCHORED else 4):
+    for turn in tl.range(0 if ANCHORED else 1, 5 if ANCHORED else 4, num_stages=STAGES):
         dq, row_side, column_side = add_turn(
             dq, row_side, column_side, q, k, gate, beta, d_scores, d_lower, rows, turn, channel, K, H, half_range,
             MASK_K, ANCHORED, PRECISION, OPERAND,
@@ -250,15 +295,16 @@ def input_gradients_kernel(
     beta_row = tl.load(beta + own * H).to(tl.float32)
     operand = tl.zeros((4, 16, BK), OPERAND)
     gate_tile = as_sum(load_blocks(gate, own, channel, K, stride, MASK_K), operand, PRECISION)
-    gate_first = load_blocks(gate, tl.minimum(block * 16, rows - 1), channel, K, stride, MASK_K)
+    gate_split = load_blocks(gate, tl.minimum(block * 16, rows - 1), channel, K, stride, MASK_K)
     if ANCHORED:
-        delta = gate_tile - (gate_first - half_range)
+        gate_split -= half_range
+        delta = gate_tile - gate_split
         above = tl.exp2(delta)
         below = tl.exp2(-delta)
     else:
-        gate_last = load_blocks(gate, tl.minimum(block * 16 + 15, rows - 1), channel, K, stride, MASK_K)
-        above = tl.exp2(-tl.abs(gate_tile - gate_first))
-        below = tl.exp2(-tl.abs(gate_tile - gate_last))
+        gate_end = load_blocks(gate, tl.minimum(block * 16 + 15, rows - 1), channel, K, stride, MASK_K)
+        above = tl.exp2(-tl.abs(gate_tile - gate_split))
+        below = tl.exp2(-tl.abs(gate_tile - gate_end))
     dq *= above
     row_side *= above
     column_side *= below
@@ -268,21 +314,6 @@ def input_gradients_kernel(
                 dq, row_side, column_side, q, k, gate, beta_row, d_scores, d_lower, rows, log_level, channel, K, H,
                 MASK_K, PRECISION, OPERAND,
             )  # fmt: skip
-
-    # What meets the state: first the rows that read it.
-    dq_2d = tl.zeros((64, BK), tl.float32)
-    row_2d = tl.zeros((64, BK), tl.float32)
-    for step_v in range(0, steps_v):
-        value = step_v * BV + tl.arange(0, BV)[None, :]
-        state = tl.trans(tl.load(h + channel_2d * WIDTH_V + value))
-        dx_tile = load_rows(dx, row, rows, value, WIDTH_V, H * WIDTH_V, False)
-        if HAS_OUTPUT:
-            d_out = load_rows(d_output, row, rows, value, V, H * V, MASK_V)
-            dq_2d = tl.dot(d_out.to(OPERAND), state, dq_2d, input_precision=PRECISION)
-        row_2d = tl.dot(dx_tile, state, row_2d, input_precision=PRECISION)
-    decay = tl.exp2(gate_tile)
-    dq += tl.reshape(dq_2d, (4, 16, BK)) * (decay * scale)
-    row_side -= tl.reshape(row_2d, (4, 16, BK)) * decay
 
     target = own_row * stride + channel
     in_target = in_rows & (channel < K)
@@ -302,7 +333,7 @@ def input_gradients_kernel(
     # diagonal of a product, which costs less than the sum along loaded rows.
     written_2d = tl.zeros((64, BK), tl.float32)
     through = tl.zeros((BK, BK), tl.float32)
-    for step_v in range(0, steps_v):
+    for step_v in tl.range(0, steps_v, num_stages=STAGES):
         value = step_v * BV + tl.arange(0, BV)[None, :]
         state = tl.load(h + channel_2d * WIDTH_V + value)
         d_state = tl.load(dh + channel_2d * WIDTH_V + value)
@@ -312,7 +343,13 @@ def input_gradients_kernel(
     through = tl.where(tl.arange(0, BK)[:, None] == tl.arange(0, BK)[None, :], through, 0.0)
     passed_on = tl.reshape(tl.sum(through, axis=1), (1, 1, BK))
     gate_last = load_blocks(gate, rows - 1 + tl.zeros_like(block), channel, K, stride, MASK_K)
-    own_write = tl.reshape(written_2d, (4, 16, BK)) * tl.exp2(-tl.abs(gate_last - gate_tile))
+    # 2^(G_last - G) from the columns' factor, which is at hand.
+    if ANCHORED:
+        to_last = tl.exp2(gate_last - gate_split)
+    else:
+        gate_end = load_blocks(gate, tl.minimum(block * 16 + 15, rows - 1), channel, K, stride, MASK_K)
+        to_last = tl.exp2(-tl.abs(gate_last - gate_end))
+    own_write = tl.reshape(written_2d, (4, 16, BK)) * (below * to_last)
     dk += own_write
     tl.store(dk_out + target, dk.to(dk_out.dtype.element_ty), mask=in_target)
     own_write = tl.where(own_row < rows - 1, k_tile * own_write, 0.0)  # the last row's decays by 2^0: it is not dg's
@@ -379,7 +416,7 @@ def input_gradients(
         half_range or 0.0, key_width**-0.5,
         PACKED=packed, MASK_K=width_k != key_width, MASK_V=width_v != value_width, ANCHORED=half_range is not None,
         HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block, PRECISION=precision,
-        num_warps=config.inputs_warps, num_stages=1,
+        STAGES=config.inputs_stages, num_warps=config.inputs_warps, num_stages=1,
     )  # fmt: skip
     sum_beta_kernel[(triton.cdiv(beta.numel(), 1024),)](
         d_beta_parts, d_beta, beta.numel(), PARTS=1 + steps, BLOCK=1024
