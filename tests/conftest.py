@@ -12,7 +12,20 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
+# The files that take longest, longest first: two workers that take files in turns (--dist loadfile) then end together.
+LONGEST = (
+    "test_parallel", "test_moe", "test_hf", "test_chunk_triton", "test_resume", "test_package", "test_hybrid",
+    "test_recompute", "test_sample", "test_short_conv", "test_recurrent", "test_gate", "test_job_config",
+)  # fmt: skip
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would start the files with the most tests first
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -21,9 +21,10 @@ five launches; nothing but the inputs is kept from the forward:
                         beta's, from its parts in those programs                                    16
 
 Intermediates are in the inputs' type, token-major at padded widths (64, 128, 256); sums, gates and the states carried
-are FP32. tiles.py has what the stages share: where a chunk lies (found on the device from ``cu_seqlens``), how pairs of
-tokens are served without a positive exponent, and the triangular inverse. ``naive_chunk_kda`` is the reference, in FP32
-whatever the inputs. Both directions are registered operators, so that ``torch.compile`` sees two nodes.
+are FP32. scores.py tells how pairs of tokens are served without a positive exponent; tiles.py has what the stages
+share: where a chunk lies (found on the device from ``cu_seqlens``) and the triangular inverse. ``naive_chunk_kda`` is
+the reference, in FP32 whatever the inputs. Both directions are registered operators, so that ``torch.compile`` sees two
+nodes.
 """
 
 import sys

@@ -17,7 +17,7 @@ def operand_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def block_width(width: int) -> int:
-    """The padded width of a key or value tile: a power of two, never below 64 (narrow tiles miscompile on sm_90)."""
+    """The padded width of a key or value tile: a power of two, never below 64 (narrower wgmma tiles miscompile)."""
     return max(64, triton.next_power_of_2(width))
 
 
