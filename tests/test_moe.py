@@ -318,9 +318,7 @@ HYBRID = {
     "generation.freq": 3,
     "checkpoint.enable": False,
 }
-TP = ("--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1")
 DDP = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1")
-EP = ("--parallelism.expert_parallel_degree=2",)
 ALL = (
     "--parallelism.tensor_parallel_degree=2",
     "--parallelism.expert_parallel_degree=2",
@@ -343,10 +341,6 @@ def apart(one, other):
 
 
 def test_every_layout_trains_the_same_hybrid(tmp_path):
-    """Losses over three steps: a gradient that is lost or counted twice somewhere shows from the second on."""
-    one = train(tmp_path, (), 1)
-    assert apart(train(tmp_path, TP, 2), one) <= 1e-4
-    two = train(tmp_path, DDP, 2)
-    assert apart(two, one) > 1e-3  # two ranks read other text than one
-    for args, processes in ((EP, 2), (ALL, 4)):
-        assert apart(train(tmp_path, args, processes), two) <= 1e-4
+    """Losses over three steps: a gradient that is lost or counted twice somewhere shows from the second on. ALL is
+    FSDP, tensor and expert parallelism at once."""
+    assert apart(train(tmp_path, ALL, 4), train(tmp_path, DDP, 2)) <= 1e-4
