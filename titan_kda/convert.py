@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,7 +34,7 @@ from . import hf_format
 from ._version import __version__
 from .checkpoint import Checkpoint, CheckpointError, open_weights, resolve_checkpoint, unfinished_name
 from .data import build_tokenizer
-from .job_config import JobError, model_args_of
+from .job_config import JobError, JobParser, model_args_of
 from .model import ModelArgs
 from .train import load_job
 
@@ -193,13 +193,8 @@ def import_folder(
 # ---- the command ----
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise JobError(message)  # one line, without the usage
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = JobParser(
         prog="python -m titan_kda.convert",
         description="Kimi Linear weights to Hugging Face's form (KimiLinearForCausalLM) and back.",
         allow_abbrev=False,

@@ -28,8 +28,8 @@ from ._version import __version__
 from .checkpoint import CheckpointError
 from .data import build_tokenizer, check_vocab, stream_decoder
 from .generate import NotFiniteError, Sample, Sampling, _forward, _full, _to, encode_prompt, generate, inference
-from .job_config import JobError, model_args_of
-from .sample import DTYPES, TextStream, _device, _Parser, check_settings, load_model
+from .job_config import JobError, JobParser, model_args_of
+from .sample import DTYPES, TextStream, _device, check_settings, load_model
 from .train import load_job
 
 PIECE = 8192
@@ -228,7 +228,7 @@ def _sampling(settings: dict[str, Any], max_new_tokens: int) -> Sampling:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = JobParser(
         prog="python -m titan_kda.evaluate",
         description="Scores text, or lm-evaluation-harness's tasks, with a model trained by a TOML job.",
         epilog="Settings of the job can be given as well, as --kda.eval_backend chunk.",

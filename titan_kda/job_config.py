@@ -5,12 +5,13 @@ unknown keys but takes any type of value; ``check_job`` refuses those too, and w
 """
 
 # No `from __future__ import annotations`: torchtitan merges dataclasses by the types themselves.
+import argparse
 import os
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 MODEL_NAME = "titan_kda"
 """The model's name in torchtitan's registry."""
@@ -18,6 +19,13 @@ MODEL_NAME = "titan_kda"
 
 class JobError(ValueError):
     """A job that cannot run as written; its message is one line that names the setting."""
+
+
+class JobParser(argparse.ArgumentParser):
+    """A command's arguments, where a mistake is a JobError of one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise JobError(message)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -23,20 +23,15 @@ from ._version import __version__
 from .checkpoint import CheckpointError, read_weights, resolve_checkpoint
 from .data import build_tokenizer, check_vocab, stream_decoder
 from .generate import NotFiniteError, Sample, Speed, encode_prompt, generate, settings_of
-from .job_config import JobError, check_sampling, model_args_of
+from .job_config import JobError, JobParser, check_sampling, model_args_of
 from .model import Decoder
 from .train import load_job
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise JobError(message)  # one line, without the usage
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = JobParser(
         prog="python -m titan_kda.sample",
         description="Continues prompts with a model trained by a TOML job.",
         epilog="Settings of the job can be given as well, as --kda.prefill_backend chunk.",
@@ -239,7 +234,7 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
         raise JobError(str(error)) from None
     try:
         model_args.backends().describe(device)  # raises for an implementation that this device cannot run
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         raise JobError(f"kda.impl: {error}") from None
     texts = read_prompts(args)
     try:

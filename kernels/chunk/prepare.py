@@ -21,16 +21,18 @@ from torch import Tensor
 
 from .. import configs
 from .._operator import LOG2_E
-from .scores import load_clamped, score_blocks, score_corner, score_levels, store_rows
+from .scores import score_blocks, score_corner, score_levels
 from .tiles import (
     CHUNK,
     block_width,
     chunk_slots,
     invert_unit_lower,
+    load_clamped,
     locate_chunk,
     matmul,
     merge_inverses,
     operand_dtype,
+    store_rows,
 )
 
 

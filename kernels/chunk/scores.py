@@ -25,23 +25,7 @@ Rows past the end of a short chunk repeat its last row; no pair of theirs is sto
 import triton
 import triton.language as tl
 
-from .tiles import opaque, stack
-
-
-@triton.jit
-def load_clamped(base, row, rows, column, width, stride, MASKED: tl.constexpr):
-    """Rows ``row`` of a chunk, those past its end as its last; columns past ``width`` are zero."""
-    at = base + tl.minimum(row, rows - 1) * stride + column
-    if MASKED:
-        return tl.load(at, mask=column < width, other=0.0)
-    else:
-        return tl.load(at)
-
-
-@triton.jit
-def store_rows(base, tile, row, rows, stride, column):
-    tl.store(base + row * stride + column, tile.to(base.dtype.element_ty), mask=row < rows)
-
+from .tiles import load_clamped, opaque, stack, store_rows
 
 # ---- any gate ----
 

@@ -77,6 +77,21 @@ def load_rows(base, row, rows, column, width, stride, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_clamped(base, row, rows, column, width, stride, MASKED: tl.constexpr):
+    """Rows ``row`` of a chunk, those past its end as its last; columns past ``width`` are zero."""
+    at = base + tl.minimum(row, rows - 1) * stride + column
+    if MASKED:
+        return tl.load(at, mask=column < width, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_rows(base, tile, row, rows, stride, column):
+    tl.store(base + row * stride + column, tile.to(base.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
 def matmul(a, b, PRECISION: tl.constexpr):
     """a b with FP32 sums; FP32 operands at PRECISION."""
     return tl.dot(a, b, input_precision=PRECISION, out_dtype=tl.float32)
