@@ -8,9 +8,8 @@
 A variant is a name and settings of the job; settings given beside the variants hold for all. One whose name begins with
 "fla" has FLA's chunk_kda in the layer, with FLA's own norm of q and k and FLA's own gate, as FLA's layer calls it; the
 projections, convolutions, output gate and all else are the job's. It stands behind a registered operator, so that
-torch.compile and selective activation checkpointing treat it as they treat ours, and gets the documents' offsets
-without the empty slots that ours are filled up with. It needs fla-core (pip install 'titan-kda[bench]'), whose first
-step tunes for minutes.
+torch.compile and selective activation checkpointing treat it as they treat ours. It needs fla-core
+(pip install 'titan-kda[bench]'), whose first step tunes for minutes.
 
 Every variant starts from the same weights and reads the same text. Speed and memory are taken after the warm-up steps;
 "apart" is the mean over the steps of |difference of the 20-step average loss| from the first variant, in nats.
@@ -42,7 +41,7 @@ AVERAGED = 20
 # ---- FLA's chunk_kda behind an operator ----
 
 _LIVE_OFFSETS: list[Tensor] = []
-"""The step's documents without empty slots, int64, for FLA: its kernels' grids are made from them on the host."""
+"""The step's documents, int64, as FLA takes them."""
 
 
 def _fla_context(lower_bound: float, scale: float) -> SimpleNamespace:
@@ -251,7 +250,7 @@ def _train(settings: list[str], steps: int, warmup: int, job: str, folder: str) 
             found = super().post_dataloading_process(input_dict, labels)
             masks = found[3].get("attention_masks")
             if masks is not None and needs_live_offsets:
-                _LIVE_OFFSETS[:] = [torch.unique_consecutive(masks.cu_seq_q).long()]
+                _LIVE_OFFSETS[:] = [masks.cu_seq_q.long()]
             return found
 
         def forward_backward_step(self, **arguments):

@@ -103,10 +103,10 @@ def _python_path():
 def environment(**changes):
     """The environment of a process of ours: one thread, this process's titan_kda, no interpreted Triton."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
-    for name in ("TRITON_INTERPRET", "PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
     if _python_path() is not None:
-        env["PYTHONPATH"] = _python_path()
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [_python_path(), os.environ.get("PYTHONPATH")]))
     return env | changes
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
@@ -33,6 +34,7 @@ from titan_kda.data import (
     split_pieces,
     stream_decoder,
 )
+from titan_kda.documents import document_offsets
 
 TEXT = "naïve — 漢字 🙂\ttabs\r\nand \x00 too"
 
@@ -50,6 +52,7 @@ def job(**sections):
     """A job config with the [data] section; ``training__dataset=...`` sets training.dataset."""
     config = JobConfig()
     config.data = SimpleNamespace(tokenizer="byte", piece_bytes=2048, shuffle_seed=0, validation_fraction=0.05)
+    config.kda = SimpleNamespace(reset_at_documents=False)
     config.training.local_batch_size = 2
     config.training.seq_len = 16
     config.validation.local_batch_size = 2
@@ -328,6 +331,16 @@ def test_loader_packs_pieces_between_bos_and_eos(folder):
     got = [token for inputs, _ in take(loader, 6) for row in inputs["input"].tolist() for token in row]
     # torchtitan drops one token between sequences: the last label of one is not the first input of the next
     assert got == [want[17 * (i // 16) + i % 16] for i in range(len(got))]
+
+
+def test_loaders_bring_offsets_where_documents_are_kept_apart(folder):
+    for apart in (True, False):
+        config = text_job(folder, kda__reset_at_documents=apart)
+        for build in (build_dataloader, build_validation_dataloader):
+            inputs, _ = next(iter(build(1, 0, ByteTokenizer(), config)))
+            assert set(inputs) == ({"input", "cu_seqlens"} if apart else {"input"})
+            if apart:
+                assert torch.equal(inputs["cu_seqlens"], document_offsets(inputs["input"], 257))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7, 60])

@@ -11,7 +11,8 @@ from titan_kda import model as model_module
 from titan_kda.attention import ForgetGate
 from titan_kda.cache import KDACache
 from titan_kda.data import ByteTokenizer
-from titan_kda.model import FLAVORS, Decoder, ModelArgs, document_offsets
+from titan_kda.documents import DocumentCollator, document_offsets
+from titan_kda.model import FLAVORS, Decoder, ModelArgs
 
 TINY = dict(dim=32, n_layers=2, n_heads=2, key_width=8, value_width=12, ffn_width=48)
 
@@ -30,6 +31,22 @@ def test_document_offsets():
     assert document_offsets(tokens, eos).dtype == torch.int32
     assert tokens.tolist()[1] == [9, 9, 4, 9]
     assert document_offsets(torch.tensor([[9]]), eos).tolist() == [0, 1]
+
+
+def test_a_batch_brings_its_documents_offsets():
+    eos = ByteTokenizer().eos_id
+    rows = [torch.tensor([1, eos, 2, 3]), torch.tensor([eos, 4, 5, eos])]
+    inputs, labels = DocumentCollator(eos)([({"input": row}, row + 1) for row in rows])
+    tokens = torch.stack(rows)
+    assert torch.equal(inputs["input"], tokens) and torch.equal(labels, tokens + 1)
+    assert inputs["cu_seqlens"].tolist() == [0, 2, 4, 5, 8] and inputs["cu_seqlens"].dtype == torch.int32
+    model = make()
+    extra = {"cu_seqlens": inputs["cu_seqlens"], "other": labels}
+    masks = model.get_attention_masks(tokens, ByteTokenizer(), extra)
+    assert masks.cu_seq_q is inputs["cu_seqlens"] and masks.max_q == 4
+    assert list(extra) == ["other"]  # the rest is for forward()
+    found = model.get_attention_masks(tokens, ByteTokenizer(), {})
+    assert torch.equal(found.cu_seq_q, masks.cu_seq_q)
 
 
 def test_documents_do_not_see_each_other():

@@ -28,8 +28,10 @@ from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset, build_text_dataloader
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 from torchtitan.tools.logging import logger
+
+from .documents import DocumentCollator
 
 TOKENIZERS = ("byte", "hf")
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -477,9 +479,29 @@ class FixedStartTextDataset(HuggingFaceTextDataset):
 def build_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig
 ) -> ParallelAwareDataloader:
-    """The training loader: torchtitan's own, after the datasets have been registered with the job's settings."""
+    """The training loader: torchtitan's own over the job's datasets, each batch with its documents' offsets."""
     _register_for_job(job_config, dp_world_size)
-    return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite=True)
+    training = job_config.training
+    dataset = HuggingFaceTextDataset(
+        dataset_name=training.dataset,
+        dataset_path=training.dataset_path,
+        tokenizer=tokenizer,
+        seq_len=training.seq_len,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        infinite=True,
+    )
+    kwargs = {**asdict(training.dataloader), "batch_size": training.local_batch_size}
+    kwargs |= _collation(tokenizer, job_config)
+    return ParallelAwareDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **kwargs)
+
+
+def _collation(tokenizer: BaseTokenizer, job_config: JobConfig) -> dict[str, Any]:
+    """The loader's ``collate_fn``, for a job whose documents are kept apart."""
+    kda = getattr(job_config, "kda", None)
+    if kda is None or not kda.reset_at_documents or tokenizer.eos_id is None:
+        return {}
+    return {"collate_fn": DocumentCollator(tokenizer.eos_id)}
 
 
 def build_validation_dataloader(
@@ -503,6 +525,7 @@ def build_validation_dataloader(
         infinite=validation.steps != -1 if infinite is None else infinite,
     )
     kwargs = {**asdict(validation.dataloader), "batch_size": validation.local_batch_size}
+    kwargs |= _collation(tokenizer, job_config)
     return ParallelAwareDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **kwargs)
 
 

@@ -11,6 +11,7 @@ line in that table. The feed-forward is a SwiGLU, or after the first layers a mi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -24,6 +25,7 @@ from torchtitan.tools.logging import logger
 
 from .attention import Backends, KimiDeltaAttention
 from .cache import LayerCache, ModelCache
+from .documents import OFFSETS, DocumentMasks, document_offsets
 from .full_attention import FullAttention, GroupedQueryAttention, LatentAttention
 from .initialize import Initializer
 from .moe import MixtureOfExperts
@@ -413,6 +415,8 @@ class Decoder(ModelProtocol):
     ) -> VarlenMetadata:
         """Where the documents of a batch [B, T] begin and end, for attn_type "varlen".
 
+        ``extra_inputs`` may hold them already (``DocumentCollator``).
+
         Raises:
             TypeError: for attn_type "sdpa", which has no masks (torchtitan's validator asks all the same).
         """
@@ -420,7 +424,13 @@ class Decoder(ModelProtocol):
             raise TypeError("attn_type 'sdpa' has no document masks")
         if tokenizer.eos_id is None:
             raise ValueError("attn_type 'varlen' needs a tokenizer with an end-of-sequence token")
-        cu_seqlens = document_offsets(input_batch, tokenizer.eos_id)
+        # Ours or any loader's: taken out here, since what stays in the dictionary goes to forward() as well.
+        cu_seqlens = None if extra_inputs is None else extra_inputs.pop(OFFSETS, None)
+        if cu_seqlens is None:
+            cu_seqlens = document_offsets(input_batch, tokenizer.eos_id)
+        dynamo = sys.modules.get("torch._dynamo")  # loaded, which takes seconds, only where a model is compiled
+        if dynamo is not None:
+            dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # the number of documents changes from step to step
         tokens = input_batch.shape[1]
         return DocumentMasks(cu_seqlens, cu_seqlens, tokens, tokens)
 
@@ -473,46 +483,6 @@ class Decoder(ModelProtocol):
             if line not in self._announced:
                 self._announced.add(line)
                 logger.info(line)
-
-
-class DocumentMasks(VarlenMetadata):
-    """Offsets whose last one is the stream's end: no token lies past it, and nothing has to be masked for that."""
-
-    __slots__ = ()
-
-
-def document_offsets(tokens: Tensor, eos_id: int) -> Tensor:
-    """Packed offsets of the documents in a batch, laid end to end.
-
-    A document ends after each end-of-sequence token and at each row's end. On a GPU the number of documents is not
-    known to the host, so the offsets have a fixed capacity and are filled up with repeated ends: empty sequences.
-
-    Args:
-        tokens: [B, T].
-        eos_id: the end-of-sequence token.
-
-    Returns:
-        int32 [N + 1], from 0 to B * T, on the tokens' device; made without a synchronisation.
-
-    Raises:
-        RuntimeError: (asynchronously, on a GPU) more documents than the capacity, one for every eight tokens a row.
-    """
-    rows, length = tokens.shape
-    total = rows * length
-    ends = tokens == eos_id
-    ends[:, -1] = True
-    ends = ends.flatten()
-    if not tokens.is_cuda:
-        return F.pad(ends.nonzero().squeeze(1) + 1, (1, 0)).to(torch.int32)
-    capacity = rows * (length // 8 + 1)
-    message = "document_offsets: more documents than one for every eight tokens"
-    torch.ops.aten._assert_async.msg(ends.sum() <= capacity, message)
-    positions = torch.arange(1, total + 1, device=tokens.device, dtype=torch.int32)
-    slots = torch.where(ends, ends.cumsum(0), capacity + 1)  # what ends nothing goes to one slot past the last
-    slots = slots.clamp(max=capacity + 1)
-    offsets = torch.full((capacity + 2,), total, device=tokens.device, dtype=torch.int32)
-    offsets[0] = 0
-    return offsets.scatter(0, slots, positions)[: capacity + 1].contiguous()
 
 
 # K = V = 128 for the flavors that train on GPUs; their sizes count the embedding at 32,000 tokens.
