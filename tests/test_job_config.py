@@ -281,19 +281,46 @@ def test_mistakes_on_the_command_line(tmp_path, args, message):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--training.stesp", "3"], "--training.stesp"),
-        (["--training.steps", "many"], "--training.steps"),
-        (["--training.steps"], "--training.steps"),
-        (["stray"], "stray"),
+        (["--training.stesp", "3"], "unknown setting --training.stesp; did you mean --training.steps?"),
+        (["--trainng.steps=3"], "unknown setting --trainng.steps; did you mean --training.steps?"),
+        (["--lr", "3"], "unknown setting --lr; did you mean --optimizer.lr?"),
+        (["--kda.head-width=3"], "unknown setting --kda.head-width; did you mean --architecture.head_width?"),
+        (["--nothing"], "unknown setting --nothing; --help lists them all"),
+        (["--training.steps", "many"], "training.steps must be int, got 'many'"),
+        (["--training.steps=1.5"], "training.steps must be int, got '1.5'"),
+        (["--training.steps"], "--training.steps needs a value: int"),
+        (["--training.steps", "--optimizer.lr", "1"], "--training.steps needs a value: int"),
+        (["--training.steps", "3", "4"], "unexpected argument '4': a setting is given as --section.key value"),
+        (["--lr-scheduler.decay-type", "step"], "lr_scheduler.decay_type must be one of 'linear', 'sqrt', 'cosine'"),
+        (["--architecture.tie_embeddings", "true"], "architecture.tie_embeddings must be True or False, got 'true'"),
+        (["--generation.enable", "yes"], "--generation.enable takes no value, got 'yes': --section.no-key makes"),
+        (["--generation.no-enable=true"], "--generation.no-enable takes no value, got 'true'"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["-x"], "unexpected argument '-x'"),
     ],
 )
-def test_arguments_that_cannot_be_parsed(tmp_path, capsys, args, message):
-    """The parser's own messages, in a box rather than on a line."""
+def test_arguments_that_cannot_be_parsed(tmp_path, monkeypatch, args, message):
+    monkeypatch.setattr("tyro.cli", None)  # found before the parser shows them in a box and exits
+    assert refused(tmp_path, None, *args).startswith(message)
+
+
+def test_an_unknown_setting_is_one_line_of_the_command(tmp_path, capsys):
     toml = jobs.write_job(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        load_job(["--job.config_file", str(toml), *args])
-    assert end.value.code == 2 and message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [toml]
+    assert main(["--job.config_file", str(toml), "--training.stesp", "3"]) == 2
+    told = capsys.readouterr()
+    assert told.err == "titan_kda.train: error: unknown setting --training.stesp; did you mean --training.steps?\n"
+    assert told.out == "" and list(tmp_path.iterdir()) == [toml]
+
+
+def test_every_form_of_an_argument_that_the_parser_takes(tmp_path):
+    args = ["--generation.no-enable", "--metrics.enable_tensorboard", "--training.max-norm", "1e3", "--debug.seed=None"]
+    args += ["--architecture.lower-bound", "-3", "--architecture.tie-embeddings", "True", "--optimizer.eps=1e-9"]
+    args += ["--parallelism.module-fqns-per-model-part", "a,b", "c", "--quantize.grouped_mm.mx.fqns", "a,b"]
+    config = load_job(["--job.config_file", str(jobs.write_job(tmp_path)), *args])
+    assert config.metrics.enable_tensorboard and not config.generation.enable and config.debug.seed is None
+    assert (config.training.max_norm, config.optimizer.eps, config.architecture.lower_bound) == (1e3, 1e-9, -3)
+    assert config.architecture.tie_embeddings is True
+    assert config.parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
 
 
 def test_the_command_line_wins_over_the_file(tmp_path):

@@ -6,6 +6,7 @@ unknown keys but takes any type of value; ``check_job`` refuses those too, and w
 
 # No `from __future__ import annotations`: torchtitan merges dataclasses by the types themselves.
 import argparse
+import difflib
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -221,6 +222,83 @@ def type_errors(cls: Any, values: dict[str, Any], path: str = "") -> Iterator[st
                 yield f"{where} must be a table, got {value!r}"
         elif not conforms(value, known[key]):
             yield f"{where} must be {_name(known[key])}, got {value!r}"
+
+
+# ---- the command line ----
+
+
+def settings_of(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
+    """The name, "section.key", and the type of every setting in a job's dataclass."""
+    for f in fields(cls):
+        if is_dataclass(f.type):
+            yield from settings_of(f.type, f"{section}{f.name}.")
+        else:
+            yield section + f.name, f.type
+
+
+def _reads_as(text: str, kind: Any) -> bool:
+    """Whether a word of the command line can be read as a setting's type; lists are left to the parser."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return any(_reads_as(text, k) for k in get_args(kind))
+    if origin is Literal:
+        return text in map(str, get_args(kind))
+    if kind is type(None):
+        return text == "None"
+    if kind is bool:
+        return text in ("True", "False")
+    if kind is int or kind is float:
+        try:
+            kind(text)
+        except ValueError:
+            return False
+    return True
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """ "; did you mean ...?", or where to look."""
+    key = name.rpartition(".")[2]
+    same = [other for other in names if other.rpartition(".")[2] == key]
+    near = difflib.get_close_matches(name, same or names, n=1, cutoff=0.0 if same else 0.6)
+    return f"did you mean --{near[0]}?" if near else "--help lists them all"
+
+
+def check_arguments(cls: Any, args: list[str]) -> None:
+    """Refuses settings on the command line that the job's dataclass does not have, and values it could not hold.
+
+    ``--section.key value`` and ``--section.key=value``, with "-" or "_" between words; a boolean takes no value, and
+    ``--section.no-key`` makes it false. ``--help`` among them is the parser's own business, and so are all others then.
+
+    Raises:
+        JobError: the first mistake.
+    """
+    if "-h" in args or "--help" in args:
+        return
+    kinds = dict(settings_of(cls))
+    flags = {name for name, kind in kinds.items() if kind is bool}
+    flags |= {"{}.no_{}".format(*name.rsplit(".", 1)) for name in flags}
+    words = list(reversed(args))
+    while words:
+        word = words.pop()
+        if not word.startswith("--"):
+            raise JobError(f"unexpected argument {word!r}: a setting is given as --section.key value")
+        given, equals, value = word.partition("=")
+        name = given[2:].replace("-", "_")
+        many = list[list[str]] in get_args(kinds.get(name))  # a word for each of the inner lists
+        values = [value] if equals else []
+        while not equals and words and not words[-1].startswith("--") and (many or not values):
+            values.append(words.pop())
+        if name in flags:
+            if values:
+                raise JobError(f"{given} takes no value, got {values[0]!r}: --section.no-key makes a setting false")
+            continue
+        if name not in kinds:
+            raise JobError(f"unknown setting {given}; {_nearest(name, [*kinds, *flags])}")
+        wanted = _name(kinds[name]).replace("bool", "True or False")
+        if not values:
+            raise JobError(f"{given} needs a value: {wanted}")
+        if not all(_reads_as(value, kinds[name]) for value in values):
+            raise JobError(f"{name} must be {wanted}, got {values[0]!r}")
 
 
 def _as_table(config: Any) -> dict[str, Any]:

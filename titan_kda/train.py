@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ._version import __version__
-from .job_config import JobConfig, JobError, check_job, check_layout, type_errors
+from .job_config import JobConfig, JobError, check_arguments, check_job, check_layout, type_errors
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -79,16 +79,21 @@ def check_toml(path: Path) -> None:
     Raises:
         JobError: the first mistake.
     """
-    from torchtitan.config import ConfigManager
-    from torchtitan.config import JobConfig as CoreConfig
-
     values = read_toml(path)
     module = values.get("job", {})
     module = module.get("custom_config_module") if isinstance(module, dict) else None
     if module != "titan_kda.job_config":
         raise JobError(f'{path}: [job] needs custom_config_module = "titan_kda.job_config", got {module!r}')
-    for error in type_errors(ConfigManager._merge_configs(CoreConfig, JobConfig), values):
+    for error in type_errors(_whole_config(), values):
         raise JobError(f"{path}: {error}")
+
+
+def _whole_config() -> type:
+    """torchtitan's JobConfig with this package's sections."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.config import JobConfig as CoreConfig
+
+    return ConfigManager._merge_configs(CoreConfig, JobConfig)
 
 
 def load_job(args: list[str], *, reads_data: bool = True) -> Any:
@@ -108,6 +113,7 @@ def load_job(args: list[str], *, reads_data: bool = True) -> Any:
         check_toml(path)
         if any(a.startswith(_MODULE_FLAGS) for a in args):
             raise JobError("job.custom_config_module cannot be set on the command line")
+        check_arguments(_whole_config(), args)
     elif not any(a in ("-h", "--help") for a in args):
         raise JobError("--job.config_file is missing: give a TOML file or the name of a shipped job")
     elif not any(a.startswith(_MODULE_FLAGS) for a in args):
