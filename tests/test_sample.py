@@ -384,10 +384,10 @@ def test_no_prompt_and_no_job(sample, monkeypatch, tmp_path):
     assert "no job file 'nothing'" in sample("--prompt=x", job="nothing")[2]
 
 
-def test_a_setting_that_no_job_has(sample, capsys):
-    with pytest.raises(SystemExit) as end:
-        sample("--prompt=x", "--trainng.steps", "3")
-    assert end.value.code == 2 and "--trainng.steps" in capsys.readouterr().err
+def test_a_setting_that_no_job_has(sample):
+    status, out, told = sample("--prompt=x", "--trainng.steps", "3")
+    assert (status, out) == (2, "")
+    assert told == "titan_kda.sample: error: unknown setting --trainng.steps; did you mean --training.steps?\n"
 
 
 def test_a_full_disk_is_one_line(trained, monkeypatch, capsys):
