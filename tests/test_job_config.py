@@ -534,6 +534,21 @@ def test_layouts_that_processes_can_make_up(tmp_path):
             check(processes, **settings)
 
 
+def test_a_layout_planned_by_one_process_needs_its_number_of_ranks(tmp_path, monkeypatch):
+    settings = {"comm.mode": "fake_backend", "parallelism.data_parallel_replicate_degree": 8}
+    monkeypatch.delenv("NGPU", raising=False)
+    assert (
+        refused(tmp_path, settings) == "comm.mode = 'fake_backend' needs the number of ranks in the environment's NGPU"
+    )
+    monkeypatch.setenv("NGPU", "4")
+    assert "does not make the number of processes, 4" in refused(tmp_path, settings)
+    monkeypatch.setenv("NGPU", "8")
+    load_job([f"--job.config_file={jobs.write_job(tmp_path, settings)}"])
+    assert "context_parallel_degree must be 1, got 2: KDA layers" in refused(
+        tmp_path, settings | {"parallelism.context_parallel_degree": 2}
+    )
+
+
 def test_dump_folder(tmp_path, monkeypatch):
     check_dump_folder(str(tmp_path))
     check_dump_folder(str(tmp_path / "a" / "b"))

@@ -130,9 +130,15 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
 # DDP checks the annotations, so they are objects here and not strings.
 def _sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's reduction without its average: the loss is divided by the global number of tokens already."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+
+    def reduced(future: torch.futures.Future[Any]) -> torch.Tensor:
+        future.value()  # raises what the reduction did; it holds the same buffer, but nothing on a fake backend
+        return buffer
+
+    return work.get_future().then(reduced)
 
 
 def apply_tp(decoder: Decoder, mesh: DeviceMesh, loss_parallel: bool) -> None:

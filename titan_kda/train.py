@@ -128,11 +128,20 @@ def load_job(args: list[str], *, reads_data: bool = True) -> Any:
 
     if reads_data:
         check_job_and_data(config)
-        if config.comm.mode == "default":
-            check_layout(config, int(os.environ.get("WORLD_SIZE", 1)))
+        check_layout(config, _processes(config))
     else:
         check_job(config)
     return config
+
+
+def _processes(config: Any) -> int:
+    """How many there are, or how many ranks one process plans for (comm.mode = "fake_backend")."""
+    if config.comm.mode == "default":
+        return int(os.environ.get("WORLD_SIZE", 1))
+    ranks = os.environ.get("NGPU", "")
+    if not ranks.isdecimal():
+        raise JobError(f"comm.mode = {config.comm.mode!r} needs the number of ranks in the environment's NGPU")
+    return int(ranks)
 
 
 def single_process_environment() -> None:
@@ -210,7 +219,8 @@ def trainer_class(stop: StopSignal) -> type:
     class KDATrainer(Trainer):
         def train(self) -> None:
             job_config = self.job_config
-            self._hosts: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+            several = dist.get_world_size() > 1 and job_config.comm.mode == "default"
+            self._hosts: Any = dist.new_group(backend="gloo") if several else None
             self._resumed = False
             for warning in validate_checkpoint_settings(job_config, has_adapter=True):
                 logger.warning(warning)
