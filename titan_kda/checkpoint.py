@@ -150,6 +150,15 @@ def _resumable(path: Path, step: int) -> bool:
         return False
 
 
+def data_parallel_ranks(folder: str | os.PathLike) -> int:
+    """How many data-parallel ranks saved where they were in the training text; 0 if the checkpoint does not say.
+
+    Raises:
+        CheckpointError: no DCP checkpoint, or one whose ``.metadata`` cannot be read.
+    """
+    return sum(key.startswith("dataloader.dp_rank_") for key in _read_dcp_index(Path(folder)).keys)
+
+
 def _newest_in_run(root: Path) -> Checkpoint:
     folders = [folder for folder in _checkpoint_folders(root) if _steps(folder)]
     if not folders:

@@ -31,6 +31,7 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 from torchtitan.tools.logging import logger
 
+from .deal import DealtDataloader, DealtTextDataset
 from .documents import DocumentCollator
 
 TOKENIZERS = ("byte", "hf")
@@ -482,7 +483,7 @@ def build_dataloader(
     """The training loader: torchtitan's own over the job's datasets, each batch with its documents' offsets."""
     _register_for_job(job_config, dp_world_size)
     training = job_config.training
-    dataset = HuggingFaceTextDataset(
+    dataset = DealtTextDataset(
         dataset_name=training.dataset,
         dataset_path=training.dataset_path,
         tokenizer=tokenizer,
@@ -493,7 +494,7 @@ def build_dataloader(
     )
     kwargs = {**asdict(training.dataloader), "batch_size": training.local_batch_size}
     kwargs |= _collation(tokenizer, job_config)
-    return ParallelAwareDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **kwargs)
+    return DealtDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **kwargs)
 
 
 def _collation(tokenizer: BaseTokenizer, job_config: JobConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
 from torchtitan.tools import utils  # noqa: E402
 
-from . import data  # noqa: E402
+from . import data, deal  # noqa: E402
 from .attention import ForgetGate  # noqa: E402
 from .checkpoint import CheckpointError, validate_checkpoint_settings  # noqa: E402
 from .hf import KimiLinearAdapter, check_settings, extend_checkpoint_manager  # noqa: E402
@@ -128,5 +128,6 @@ def get_train_spec() -> train_spec.TrainSpec:
 
 
 extend_checkpoint_manager()
+deal.extend_checkpoint_manager()
 if MODEL_NAME not in train_spec._extra_train_specs:  # a second registration of a name raises
     train_spec.register_train_spec(MODEL_NAME, get_train_spec())

@@ -1,0 +1,182 @@
+"""The training text among data-parallel ranks, dealt anew where a job goes on with another number of them.
+
+Each rank reads its own part of the list of pieces, over and over. A checkpoint holds, for every rank that saved it, how
+far it had read and the tokens that did not fill a row yet. As many ranks take up each its own. More ranks, or fewer,
+lay end to end what was still unread and cut it anew; behind its share of it each goes on with its part of the whole
+list, as if it had always been there. So nothing of the pass is lost or read twice, and the next number of ranks can do
+the same again.
+"""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components import checkpoint as torchtitan_checkpoint
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.tools.logging import logger
+
+from .checkpoint import data_parallel_ranks
+from .job_config import JobError
+
+_BEGIN_AGAIN = 'begin the text again with checkpoint.exclude_from_loading = ["dataloader"]'
+
+Span = tuple[int, int]  # positions in the list of pieces, from the first up to but without the last
+
+
+def part_of(length: int, rank: int, ranks: int) -> Span:
+    """A rank's part of a list: as even as can be, the first ranks' one longer (``datasets.Dataset.shard``'s cut)."""
+    even, longer = divmod(length, ranks)
+    start = even * rank + min(rank, longer)
+    return start, start + even + (rank < longer)
+
+
+def cut(spans: Sequence[Span], first: int, last: int) -> list[Span]:
+    """What lies from ``first`` up to ``last`` in spans laid end to end."""
+    found = []
+    for start, stop in spans:
+        here = max(start + first, start), min(start + last, stop)
+        if here[0] < here[1]:
+            found.append(here)
+        first, last = first - (stop - start), last - (stop - start)
+    return found
+
+
+def size_of(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def deal(states: Sequence[dict[str, Any]], length: int, rank: int, ranks: int) -> dict[str, Any]:
+    """One rank's state out of those that any number of ranks saved.
+
+    Args:
+        states: of every rank that saved them, in order; see ``DealtTextDataset.state_dict``.
+        length: of the whole list of pieces.
+    """
+    unread: list[Span] = []
+    for old, state in enumerate(states):
+        spans = state.get("spans")
+        spans = [part_of(length, old, len(states))] if spans is None else spans
+        unread += cut(spans, state["sample_idx"], size_of(spans))
+    buffers = [state["token_buffer"] for state in states][rank::ranks]
+    return {
+        "token_buffer": [token for buffer in buffers for token in buffer],
+        "sample_idx": 0,
+        "spans": cut(unread, *part_of(size_of(unread), rank, ranks)),
+    }
+
+
+class DealtTextDataset(HuggingFaceTextDataset):
+    """torchtitan's text dataset, which can first read what other ranks left over."""
+
+    def __init__(self, *, dp_rank: int, dp_world_size: int, **kwargs: Any) -> None:
+        super().__init__(dp_rank=0, dp_world_size=1, **kwargs)
+        self._whole = self._data
+        self._spans: list[Span] | None = None  # what to read before the rank's own part; sample_idx counts in it
+        if isinstance(self._whole, Dataset):
+            self._data = self._whole.select(range(*part_of(len(self._whole), dp_rank, dp_world_size)))
+        else:
+            self._data = split_dataset_by_node(self._whole, dp_rank, dp_world_size)
+
+    def _get_data_iter(self) -> Iterator[Any]:
+        return super()._get_data_iter() if self._spans is None else self._left_over_first(self._spans)
+
+    def _left_over_first(self, spans: list[Span]) -> Iterator[Any]:
+        for start, stop in cut(spans, self._sample_idx, size_of(spans)):
+            yield from self._whole.select(range(start, stop))
+        self._spans, self._sample_idx = None, 0
+        yield from super()._get_data_iter()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self._spans is None else {**state, "spans": self._spans}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._spans = state_dict.get("spans")
+
+
+class DealtDataloader(ParallelAwareDataloader):
+    """torchtitan's loader over a ``DealtTextDataset``, which can load what another number of ranks saved."""
+
+    _saved_by: int | None = None  # while such a state is being loaded
+
+    @property
+    def _text(self) -> DealtTextDataset:
+        return cast(DealtTextDataset, self.dataset)
+
+    def expect(self, ranks: int, source: str) -> None:
+        """Prepares the next ``load_state_dict`` for the states of so many ranks.
+
+        Raises:
+            JobError: there are none, or not as many as now and the text cannot be dealt anew.
+        """
+        self._saved_by = None if ranks == self.dp_world_size else ranks
+        if ranks == 0:
+            raise JobError(f"{source} does not say how far the training text was read: {_BEGIN_AGAIN}")
+        if self._saved_by is not None and not isinstance(self._text._whole, Dataset):
+            raise JobError(
+                f"{source} was saved by {ranks} data-parallel rank(s), and this job has {self.dp_world_size}: "
+                f"training.dataset = {self._text.dataset_name!r} is a stream, which is not dealt anew: go on with "
+                f"{ranks}, or {_BEGIN_AGAIN}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._saved_by is None:
+            return super().state_dict()
+        # What a checkpoint is asked for.
+        return {**{f"dp_rank_{rank}": b"" for rank in range(self._saved_by)}, "world_size": self._saved_by}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._saved_by is None:
+            super().load_state_dict(state_dict)
+            return
+        ranks, self._saved_by = self._saved_by, None
+        states = [_dataset_state(pickle.loads(state_dict[f"dp_rank_{rank}"])) for rank in range(ranks)]
+        length = len(self._text._whole)
+        StatefulDataLoader.load_state_dict(self, {})  # drops an iterator made for an earlier state
+        state = deal(states, length, self.dp_rank, self.dp_world_size)
+        self._text.load_state_dict(state)
+        logger.info(
+            f"Saved by {ranks} data-parallel rank(s), continued by {self.dp_world_size}: the text not yet read in this "
+            f"pass is dealt anew, {size_of(state['spans'])} of {length} pieces to rank {self.dp_rank}"
+        )
+
+
+def _dataset_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The dataset's own state in a loader's, whether it read by itself or through a worker."""
+    if "_snapshot" not in state:
+        return state["dataset_state"]
+    workers = state["_snapshot"]["_worker_snapshots"]
+    if len(workers) > 1 or state["_steps_since_snapshot"]:
+        raise JobError(
+            f"text that {len(workers)} workers of training.dataloader have read is not dealt anew: go on with as many "
+            f"data-parallel ranks as before, or {_BEGIN_AGAIN}"
+        )
+    return workers["worker_0"]["dataset_state"]
+
+
+def extend_checkpoint_manager() -> None:
+    """Has torchtitan's checkpoint manager tell a ``DealtDataloader`` how many ranks saved what it is about to load.
+
+    It asks the loader for the names to load before anything has been read, and offers no other place for this. Calling
+    this again changes nothing.
+    """
+    manager = torchtitan_checkpoint.CheckpointManager
+    load = manager.dcp_load
+    if getattr(load, "deals_text", False):
+        return
+
+    def dcp_load(
+        self: Any, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        loader = state_dict.get(torchtitan_checkpoint.DATALOADER)
+        if isinstance(loader, DealtDataloader):
+            loader.expect(data_parallel_ranks(checkpoint_id), checkpoint_id)
+        load(self, state_dict, checkpoint_id, from_hf, from_quantized)
+
+    dcp_load.deals_text = True  # type: ignore[attr-defined]
+    manager.dcp_load = dcp_load  # type: ignore[method-assign]
