@@ -222,6 +222,7 @@ def test_files_that_are_no_job(tmp_path, text, message):
         ),
         ({"data.tokenizer": "bpe"}, "data.tokenizer must be one of 'byte', 'hf', got 'bpe'"),
         ({"data.tokenizer": "hf", "model.hf_assets_path": "no/such/folder"}, "model.hf_assets_path is no folder"),
+        ({"training.dataloader.num_workers": 2}, "training.dataloader.num_workers must be 0 or 1, got 2: each worker"),
         ({"data.validation_fraction": 1.0}, "data.validation_fraction must be from 0 to below 1, got 1.0"),
     ],
 )

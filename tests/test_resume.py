@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,14 +80,21 @@ def test_killed_and_stopped_runs_go_on_exactly(uninterrupted, tmp_path):
     assert jobs.validation_losses(log) == {20: validation_losses[20]}
     assert jobs.samples(tmp_path / "run") == jobs.samples(folder)
 
-    # A finished run has nothing left to do, and says so by leaving everything as it is.
-    run = jobs.run_job(toml)
+    # A finished run can be trained further, since its last step was saved whole, and by another number of processes.
+    dealt = r"Saved by {} .*, continued by {}: .* dealt anew, (\d+) of (\d+) pieces to rank 0"
+    run = jobs.run_job(toml, "--training.steps", 22, processes=2)
     assert run.returncode == 0
-    assert jobs.losses(jobs.log_of(run)) == {}
-    # ... and can be trained further, since its last step was saved whole.
-    run = jobs.run_job(toml, "--training.steps", "22")
+    log = jobs.log_of(run)
+    assert sorted(jobs.losses(log)) == [21, 22]
+    share, pieces = map(int, re.search(dealt.format(1, 2), log).groups())
+    assert pieces - 40 < 2 * share < pieces
+    # It then has nothing left to do, and says so by leaving everything as it is.
+    run = jobs.run_job(toml, "--training.steps", 22)
     assert run.returncode == 0
-    assert sorted(jobs.losses(jobs.log_of(run))) == [21, 22]
+    log = jobs.log_of(run)
+    assert jobs.losses(log) == {}
+    left, pieces = map(int, re.search(dealt.format(2, 1), log).groups())
+    assert 2 * share - 20 < left < 2 * share
 
 
 def test_the_second_signal_stops_at_once(tmp_path):

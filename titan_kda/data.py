@@ -547,6 +547,11 @@ def check_data(job_config: JobConfig) -> None:
             raise ValueError(
                 f"{section}.dataset must be one of {', '.join(sorted(DATASETS))}, got {settings.dataset!r}"
             )
+        if name in _OURS and settings.dataloader.num_workers > 1:
+            raise ValueError(
+                f"{section}.dataloader.num_workers must be 0 or 1, got {settings.dataloader.num_workers}: each worker "
+                "would read the same text"
+            )
         path = settings.dataset_path or DATASETS[name].path
         if name.startswith("python_stdlib") and settings.dataset_path:
             raise ValueError(
