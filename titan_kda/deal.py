@@ -2,9 +2,9 @@
 
 Each rank reads its own part of the list of pieces, over and over. A checkpoint holds, for every rank that saved it, how
 far it had read and the tokens that did not fill a row yet. As many ranks take up each its own. More ranks, or fewer,
-lay end to end what was still unread and cut it anew; behind its share of it each goes on with its part of the whole
-list, as if it had always been there. So nothing of the pass is lost or read twice, and the next number of ranks can do
-the same again.
+lay end to end what each had still to read of its part and cut that anew; behind its share of it each goes on with its
+part of the whole list, as if it had always been there. So no token is lost or read twice, and the next number of ranks
+can do the same again.
 """
 
 import pickle
