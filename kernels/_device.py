@@ -11,6 +11,7 @@ over are spans of no tokens.
 # ruff: noqa: RUF005 (Triton has no starred tuples)
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,16 @@ def logistic(x_log2):
     return root * root
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own serves kernels as well, and takes microseconds on the host."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a kernel that walks spans is launched.
@@ -99,8 +110,8 @@ class Launch:
         """Channels to a program, programs along the channels, and warps: fewer where there are few channels. A filter
         of many taps, all in registers, leaves room for two channels a thread."""
         per_thread = min(self.per_thread, 2) if taps > 4 else self.per_thread
-        block = min(32 * self.warps * per_thread, triton.next_power_of_2(channels))
-        return block, triton.cdiv(channels, block), max(1, block // (32 * per_thread))
+        block = min(32 * self.warps * per_thread, power_of_2(channels))
+        return block, cdiv(channels, block), max(1, block // (32 * per_thread))
 
     def span_over(self, tokens: int, blocks: int, least: int) -> int:
         """Tokens to a span: many, so that few rows are read twice and few partial sums written, but not so many that
@@ -115,9 +126,24 @@ def span_slots(tokens: int, sequences: int, span: int, packed: bool) -> int:
     """How many slots cover every span; ``sequences`` is the batch size unless packed."""
     if packed:
         return tokens // span + sequences if sequences else 0
-    return triton.cdiv(tokens, span) * sequences
+    return cdiv(tokens, span) * sequences
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    """Of the tensor's device; one for a tensor on the CPU, where kernels are interpreted."""
+    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 1
+
+
+_HERE = contextlib.nullcontext()
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return _HERE

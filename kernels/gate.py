@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import Launch, load_rows, locate_span, logistic, mask_if, on_device, span_slots
+from ._device import Launch, load_rows, locate_span, logistic, mask_if, on_device, power_of_2, span_slots
 from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
@@ -365,8 +365,8 @@ def _backward_triton(grad, raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu
             workers,
             heads,
             K=key_width,
-            ROWS=min(64, 8192 // triton.next_power_of_2(key_width)),
-            BLOCK_K=triton.next_power_of_2(key_width),
+            ROWS=min(64, 8192 // power_of_2(key_width)),
+            BLOCK_K=power_of_2(key_width),
             num_warps=8,
         )
     return draw, dA_log, ddt_bias

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import on_device
+from ._device import cdiv, on_device, power_of_2
 from ._operator import (
     FLOAT_DTYPES,
     check_dtype,
@@ -42,7 +42,7 @@ def _row_offsets(rows, size_1, size_2, stride_0, stride_1, stride_2):
     return offsets + (rows // size_2 // size_1).to(tl.int64) * stride_0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_count", "size_2"])
 def _l2norm_kernel(
     x_ptr,
     y_ptr,  # [rows, D]
@@ -83,7 +83,7 @@ def _l2norm_kernel(
             tl.store(y_ptrs + start, (x * r).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_count", "size_2"])
 def _l2norm_backward_kernel(
     grad_ptr,
     x_ptr,
@@ -152,6 +152,9 @@ def _leading_axes(*tensors: Tensor) -> tuple[list[Tensor], list[int], list[list[
 
     Tensors that need more than three axes are made contiguous, which needs one.
     """
+    if all(t.is_contiguous() for t in tensors):
+        width = tensors[0].shape[-1]
+        return list(tensors), [1, 1, tensors[0].numel() // width], [[0, 0, width] for _ in tensors]
     sizes: list[int] = []
     strides: list[list[int]] = [[] for _ in tensors]
     for axis in range(tensors[0].dim() - 1):
@@ -174,7 +177,7 @@ def _leading_axes(*tensors: Tensor) -> tuple[list[Tensor], list[int], list[list[
 
 
 def _tile(width: int) -> tuple[int, int]:
-    block = min(triton.next_power_of_2(width), _WIDEST)
+    block = min(power_of_2(width), _WIDEST)
     return max(1, _TILE // block), block
 
 
@@ -187,7 +190,7 @@ def _forward_triton(x, eps):
     rows, block = _tile(width)
     count = x.numel() // width
     with on_device(x):
-        _l2norm_kernel[(triton.cdiv(count, rows),)](
+        _l2norm_kernel[(cdiv(count, rows),)](
             x,
             y,
             count,
@@ -213,7 +216,7 @@ def _backward_triton(grad, x, eps):
     rows, block = _tile(width)
     count = x.numel() // width
     with on_device(x):
-        _l2norm_backward_kernel[(triton.cdiv(count, rows),)](
+        _l2norm_backward_kernel[(cdiv(count, rows),)](
             grad,
             x,
             dx,

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import configs
-from ._device import on_device
+from ._device import cdiv, multiprocessors, on_device
 from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
@@ -53,7 +53,7 @@ VALUE_BLOCKS = (32, 64, 128)
 # ---- the Triton path ----
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "chunks"])
 def _chunk_starts_kernel(cu_seqlens, chunk_starts, T, N, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """chunk_starts[n]: how many chunks lie before sequence n, for n from 0 to N."""
     total = 0
@@ -192,7 +192,7 @@ def _output_block(
     tl.store(o + row * o_token + value * o_value, out.to(o.dtype.element_ty), mask=(row < rows) & (value < end))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "total"])
 def _chunk_output_kernel(
     q, k, v, h, a_qk, g, gk, o, cu_seqlens, chunk_starts,
     T, N, H, HG, K, V, total, scale, to_log2,
@@ -262,11 +262,10 @@ def launch_chunk_output(
     width_k = block_width(key_width)
     if config is None:
         config = configs.output_config(width_k, value_width, chunk_size, dtype == torch.float32, block_v)
-    total = chunks * heads * triton.cdiv(value_width, config.block_v)
+    total = chunks * heads * cdiv(value_width, config.block_v)
     programs = total
     if config.stages is not None:
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        programs = min(total, config.programs * multiprocessors)
+        programs = min(total, config.programs * multiprocessors(q))
     with on_device(q):
         chunk_starts = None
         if cu_seqlens is not None:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import on_device
+from ._device import cdiv, on_device, power_of_2
 from ._operator import (
     FLOAT_DTYPES,
     check_core_inputs,
@@ -309,7 +309,7 @@ def _recurrent_kda_step_kernel(
 
 
 def _block_k(key_width: int) -> int:
-    return max(triton.next_power_of_2(key_width), 16)
+    return max(power_of_2(key_width), 16)
 
 
 def _fused(key_width: int) -> bool:
@@ -344,7 +344,7 @@ def launch_recurrent_kda(
     if config is None:
         one_token = batch * tokens <= sequences
         config = recurrent_config(key_width, value_width, sequences * heads, one_token)
-    blocks = triton.cdiv(value_width, config.block_v)
+    blocks = cdiv(value_width, config.block_v)
     with on_device(q):
         _recurrent_kda_kernel[(sequences * heads * blocks,)](
             q,
@@ -399,7 +399,7 @@ def launch_recurrent_kda_step(
     if output.numel() == 0:
         return output
     config = config or recurrent_step_config(key_width, value_width)
-    blocks = triton.cdiv(value_width, config.block_v)
+    blocks = cdiv(value_width, config.block_v)
     with on_device(q):
         _recurrent_kda_step_kernel[(sequences * heads * blocks,)](
             q,

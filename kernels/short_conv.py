@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import Launch, load_rows, locate_span, logistic, mask_if, on_device, span_slots
+from ._device import Launch, cdiv, load_rows, locate_span, logistic, mask_if, on_device, power_of_2, span_slots
 from ._operator import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -465,7 +465,7 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             sequences,
             channels,
             W=width,
-            W_PAD=triton.next_power_of_2(width),
+            W_PAD=power_of_2(width),
             SPAN=span,
             ROWS=launch.rows,
             BLOCK=block,
@@ -519,7 +519,7 @@ def _backward_triton(
             slots,
             workers,
             W=width,
-            W_PAD=triton.next_power_of_2(width),
+            W_PAD=power_of_2(width),
             SPAN=span,
             ROWS=launch.rows,
             BLOCK=block,
@@ -531,7 +531,7 @@ def _backward_triton(
             maxnreg=launch.registers,
         )
         columns = width * channels
-        _weight_grad_kernel[(triton.cdiv(columns, 128),)](
+        _weight_grad_kernel[(cdiv(columns, 128),)](
             sums, dweight, workers, channels, W=width, ROWS=64, BLOCK=128, num_warps=8
         )
     return dx, dweight, dinitial
@@ -557,7 +557,7 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
             state.shape[0],
             channels,
             W=width,
-            W_PAD=triton.next_power_of_2(width),
+            W_PAD=power_of_2(width),
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INDICES=state_indices is not None,

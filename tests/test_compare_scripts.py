@@ -31,6 +31,38 @@ def test_curves_apart(script):
     assert apart(flat, [1.0] * 20 + [2.0] * 20) == pytest.approx(0.5)
 
 
+def test_a_table_of_different_models(script, tmp_path, capsys, monkeypatch):
+    """Curves of other texts and models are not compared; one that has no room does not stop the others."""
+    compare = script("train_compare")
+    assert compare.split_variant("full 4k --a.b=c --no-d") == ("full 4k", ["--a.b=c", "--no-d"])
+    common = {"text": "a", "tokens_per_second": 1234.5, "mfu": 0.25, "peak_gib": 7.0, "first_step_seconds": 9.0}
+    common |= {"rows": 2, "seq_len": 4096, "losses": [3.0, 2.0], "flavor": "one", "device": "a GPU"}
+
+    def train(settings, *_):
+        if "--big" in settings:
+            raise torch.OutOfMemoryError("no room\nfor more")
+        return common | ({"flavor": "another"} if settings else {})
+
+    monkeypatch.setattr(compare, "train", train)
+    out = tmp_path / "results.json"
+    variants = ["--variant=a b", "--variant=c --big", "--variant=d --other"]
+    assert compare.main([*variants, "--steps=2", "--warmup=1", f"--json={out}"]) == 0
+    shown = capsys.readouterr().out
+    assert "c: out of memory: no room\n" in shown
+    assert shown.endswith(
+        "| variant | rows x tokens | tokens/s | MFU | peak GiB | first step, s | last 2 steps' loss |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| a b | 2 x 4,096 | 1,234 | 25.0% | 7.0 | 9.0 | 2.5000 |\n"
+        "| d | 2 x 4,096 | 1,234 | 25.0% | 7.0 | 9.0 | 2.5000 |\n"
+    )
+    assert [result["apart"] for result in json.loads(out.read_text()).values()] == [0, None]
+    assert compare.main(["--variant=c --big", "--steps=2", "--warmup=1"]) == 1
+    for names in (["--variant=--big"], ["--variant=a", "--variant=a --other"]):
+        with pytest.raises(SystemExit):
+            compare.main(names)
+        assert "a name of its own" in capsys.readouterr().err
+
+
 def test_a_job_trained_two_ways(script, tmp_path, capsys, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)  # which the script sets, undone here
@@ -46,16 +78,21 @@ def test_a_job_trained_two_ways(script, tmp_path, capsys, monkeypatch):
         "--variant",
         "faster --optimizer.lr=0.02",
         "--variant=wide --architecture.ffn_width=160",
+        "--variant",
+        "long hybrid --model.flavor=kimi_linear_debug --training.local_batch_size=1 --training.seq_len=80"
+        " --architecture.expert_width=32",
     ]
     assert compare.main([*arguments, *variants, "--training.seq_len=48"]) == 0
     found = json.loads(out.read_text())
-    assert list(found) == ["ours", "again", "faster", "wide"]
+    assert list(found) == ["ours", "again", "faster", "wide", "long hybrid"]
     assert found["ours"]["losses"] == found["again"]["losses"] and len(found["ours"]["losses"]) == 4
     assert found["faster"]["losses"][0] == found["ours"]["losses"][0]  # the same start and the same text
     assert found["again"]["apart"] == 0 < found["faster"]["apart"]
     assert all(result["tokens_per_second"] > 0 for result in found.values())
+    assert found["long hybrid"]["apart"] is None and found["long hybrid"]["mfu"] > 0
     shown = capsys.readouterr().out
-    assert "| variant | tokens/s |" in shown and "\n| faster | " in shown
+    assert "\n| variant | rows x tokens | tokens/s |" in shown and "\n| faster | 4 x 48 | " in shown
+    assert "\n| long hybrid | 1 x 80 | " in shown
     assert FLAVORS["debugmodel"] == flavor  # into which torchtitan writes a job's settings
     if importlib.util.find_spec("fla") is None:
         with pytest.raises(SystemExit):
@@ -99,3 +136,45 @@ def test_bytes_of_a_decode_step(script):
     one = 2 * (4 * 32 * 32 + 3 * 3 * 4 * 32)  # in and out: the state, and three inputs of each of three convolutions
     assert benchmark.step_bytes(model, 0) == 4 * read
     assert benchmark.step_bytes(model, 5) - benchmark.step_bytes(model, 0) == 5 * 4 * one
+
+
+def test_decode_steps_by_context(script, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    benchmark, out, image = script("benchmark_generate"), tmp_path / "rows.json", tmp_path / "images" / "decode.png"
+    if torch.cuda.is_available():
+        pytest.skip("the benchmark itself runs there")
+    flavors = ["--flavor=debugmodel", "--flavor=kimi_linear_debug"]
+    assert benchmark.main([*flavors, "--context=1", "--context=300", f"--json={out}", f"--plot={image}"]) == 0
+    rows = json.loads(out.read_text())
+    assert [(row["flavor"].split("_")[0], row["context"]) for row in rows] == [
+        ("debugmodel", 1), ("debugmodel", 300), ("kimi", 1), ("kimi", 300)
+    ]  # fmt: skip
+    assert all(row["step_us"] > 0 and row["one_graph_us"] is None and not row["graph"] for row in rows)
+    kda, _, short, long = (row["cache_bytes"] for row in rows)
+    assert rows[1]["cache_bytes"] == kda  # of a fixed size
+    assert long - short == 4 * (64 + 16) * 256  # one MLA layer's latents, in pieces of 256 tokens
+    shown = capsys.readouterr().out
+    assert "| kimi_linear_debug | 1 | 300 | " in shown and "debugmodel: generate() captures no graph" in shown
+    assert image.read_bytes().startswith(b"\x89PNG")
+    graphs = [dict(row, one_graph_us=row["step_us"] / 2) for row in rows]
+    benchmark.plot_contexts(graphs, image, "a GPU")
+    for wrong in (["--flavor=debugmodel", "--flavor=340M"], ["--plot=x.png"], ["--context=0"]):
+        with pytest.raises(SystemExit):
+            benchmark.main(wrong)
+
+
+def test_caches_lengthened_by_random_rows(script):
+    """What a step then reads: every sequence has all its tokens, the prompt's first, none of them zero."""
+    benchmark = script("benchmark_generate")
+    model = benchmark.build("kimi_linear_debug", torch.device("cpu"), torch.float32, n_layers=4)
+    with benchmark.inference(model):
+        batch = benchmark._Growing(model, 2, torch.device("cpu"), benchmark.picker(benchmark.GREEDY))
+        uniforms = benchmark.admit_some(batch, 2, 5)
+        latents = batch.cache[3]
+        before = latents.rows[:, :, :5].clone()
+        benchmark.lengthen(batch.cache, 40)
+        assert latents.lengths.tolist() == [45, 45] and latents.bound == 45
+        assert torch.equal(latents.rows[:, :, :5], before)
+        assert (latents.rows[:, :, :45] != 0).all() and (latents.rows[:, :, 45:] == 0).all()
+        assert batch.step(uniforms).shape == (2,)
+        assert latents.lengths.tolist() == [46, 46] and (latents.rows[:, :, 45] != 0).any()

@@ -35,11 +35,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import configs
+from .._device import cdiv
 from .prepare import anchored_half_range
 from .tiles import INTERPRETED, chunk_slots, load_rows, locate_chunk, matmul
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def score_gradients_kernel(
     v, beta, cu_seqlens, a_qk, a_inv, v_new, dv_new, d_output, dv_out, d_diagonal_out, d_beta_out,
     T, N, H, V, steps_v, scale,
@@ -225,7 +226,7 @@ def add_level(
     return dq, row_side, column_side
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "table"])
 def input_gradients_kernel(
     q, k, gate, beta, cu_seqlens, d_scores, d_lower, d_diagonal, h, v_new, dh, dx, d_output, dq_out, dk_out, dg_out,
     d_beta_out, T, N, H, K, V, steps, steps_v, table, half_range, scale,
@@ -361,7 +362,7 @@ def input_gradients_kernel(
     tl.store(dg_out + target, dg * 0.6931471805599453, mask=in_target)  # ln 2: the gate is a log2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def sum_beta_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -418,7 +419,7 @@ def input_gradients(
         HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BK=block, BV=block, PRECISION=precision,
         STAGES=config.inputs_stages, num_warps=config.inputs_warps, num_stages=1,
     )  # fmt: skip
-    sum_beta_kernel[(triton.cdiv(beta.numel(), 1024),)](
+    sum_beta_kernel[(cdiv(beta.numel(), 1024),)](
         d_beta_parts, d_beta, beta.numel(), PARTS=1 + steps, BLOCK=1024
     )  # fmt: skip
     return dq, dk, dv, d_gate, d_beta

@@ -7,8 +7,9 @@ dS, the gradient of the state, from the last chunk to the first; with dS' the on
     dS     = diag(2^G_last) dS' + scale q_decayed^T dO - w^T dv_new
 
 Neither needs the other, so the two are halves of one grid: a single sequence's chain of chunks is walked once, not
-twice. Each program holds an FP32 tile [K, 64]. At K = V = 128 in bf16 the halves read 1,152 + 1,408 bytes for each
-token and head and write 768 each: v_new or dv_new, and a snapshot of the state or its gradient.
+twice. Each program holds an FP32 tile [K, 64], or [K, 128] where that makes fewer turns of the device (configs.py). At
+K = V = 128 in bf16 the halves read 1,152 + 1,408 bytes for each token and head and write 768 each: v_new or dv_new, and
+a snapshot of the state or its gradient.
 """
 
 import torch
@@ -17,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import configs
+from .._device import multiprocessors
 from .prepare import Prepared
-from .scan import BLOCK_V, scan_sequence
+from .scan import scan_sequence
 from .tiles import chunk_slots, load_rows, matmul, sequence_bounds
 
 
@@ -91,7 +93,7 @@ def reverse_scan_sequence(
         tl.store(d_initial_state + state_offset, d_state, mask=in_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def backward_scan_kernel(
     q_decayed, k_decayed, w, u, a_qk, gate, cu_seqlens, initial_state, d_output, d_final_state, d_initial_state, h,
     v_new, dh, dv_new, T, N, H, K, V, scale,
@@ -139,12 +141,14 @@ def backward_scan(
     d_initial_state = None if initial_state is None else torch.empty_like(initial_state)
     full = w.dtype == torch.float32
     config = configs.chunk_config(width_k, full)
-    backward_scan_kernel[(2 * sequences * heads * (width_v // BLOCK_V),)](
+    halves = 2 * sequences * heads
+    block_v, warps = configs.backward_scan_tile(config, halves, width_v, multiprocessors(w))
+    backward_scan_kernel[(halves * (width_v // block_v),)](
         prepared.q_decayed, prepared.k_decayed, w, prepared.u, prepared.a_qk, cumulative_gate, cu_seqlens,
         initial_state, w if d_output is None else d_output, d_final_state, d_initial_state, h, v_new, dh, dv_new,
         tokens, sequences, heads, key_width, value_width, key_width**-0.5,
         PACKED=packed, INITIAL=initial_state is not None, FINAL=d_final_state is not None,
-        HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BV=BLOCK_V,
-        PRECISION="tf32x3" if full else "tf32", STAGES=config.backward_scan_stages, num_warps=config.scan_warps,
+        HAS_OUTPUT=d_output is not None, WIDTH_K=width_k, WIDTH_V=width_v, BV=block_v,
+        PRECISION="tf32x3" if full else "tf32", STAGES=config.backward_scan_stages, num_warps=warps,
     )  # fmt: skip
     return h, v_new, dh, dv_new, d_initial_state

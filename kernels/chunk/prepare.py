@@ -73,7 +73,7 @@ def apply_inverse(
     store_rows(target, out_second, 32 + row, rows, stride_target, column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def prepare_kernel(
     q, k, v, gate, beta, cu_seqlens, q_decayed, k_decayed, w, u, a_qk, a_inv, q_scale, T, N, H, K, V, half_range,
     PACKED: tl.constexpr, MASK_K: tl.constexpr, MASK_V: tl.constexpr, ANCHORED: tl.constexpr,

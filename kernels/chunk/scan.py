@@ -110,7 +110,7 @@ def scan_sequence(
         tl.store(final_state + state_offset, state, mask=in_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
     q_decayed, k_decayed, w, u, a_qk, q_scale, gate, cu_seqlens, initial_state, output, final_state,
     T, N, H, K, V, scale,

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .._device import cdiv, power_of_2
+
 CHUNK = 64
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -18,7 +20,7 @@ def operand_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 def block_width(width: int) -> int:
     """The padded width of a key or value tile: a power of two, never below 64 (narrower wgmma tiles miscompile)."""
-    return max(64, triton.next_power_of_2(width))
+    return max(64, power_of_2(width))
 
 
 def chunk_slots(tokens: int, sequences: int, packed: bool) -> int:
@@ -27,7 +29,7 @@ def chunk_slots(tokens: int, sequences: int, packed: bool) -> int:
     Packed sequence n owns the slots from ``cu_seqlens[n] // 64 + n``: never fewer than its chunks, since
     ceil(length / 64) <= end // 64 - start // 64 + 1, and found from the offsets with no prefix sum.
     """
-    return tokens // CHUNK + sequences if packed else sequences * triton.cdiv(tokens, CHUNK)
+    return tokens // CHUNK + sequences if packed else sequences * cdiv(tokens, CHUNK)
 
 
 @triton.jit

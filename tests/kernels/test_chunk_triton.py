@@ -12,7 +12,7 @@ import triton.language as tl
 from kda_inputs import LOG2_E, core_inputs, cumulative, differences, offsets, per_token, results, to_chunk
 from yardstick import DTYPES, YARDSTICK, check, rms_error
 
-from titan_kda.kernels import chunk_kda, l2norm, naive_chunk_kda, naive_recurrent_kda, recurrent_kda
+from titan_kda.kernels import chunk_kda, configs, l2norm, naive_chunk_kda, naive_recurrent_kda, recurrent_kda
 from titan_kda.kernels.chunk.tiles import invert_unit_lower, merge_inverses
 
 ON_GPU = torch.cuda.is_available()
@@ -437,6 +437,19 @@ def test_same_bits_every_time_and_in_any_grad_mode(row):
     with torch.no_grad():
         output, state = triton_chunk_kda(**inputs, output_final_state=True)
     assert torch.equal(output, first[0]) and torch.equal(state, first[1])
+
+
+@gpu
+@pytest.mark.parametrize("value_width", [128, 192])
+def test_the_backward_scans_tile_changes_no_bit(value_width, monkeypatch):
+    """It follows the batch size, and a sequence's bits may not."""
+    cu_seqlens = offsets([70, 0, 300, 64])
+    inputs = make(1, 434, 3, 128, value_width, "bf16", cu_seqlens, sequences=4)
+    found = []
+    for tile in ((64, 4), (128, 8)):
+        monkeypatch.setattr(configs, "backward_scan_tile", lambda *_, tile=tile: tile)
+        found.append(results(triton_chunk_kda, inputs, on_device(cu_seqlens), *grads_like(inputs))[2])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in inputs)
 
 
 @gpu
