@@ -2,11 +2,20 @@
 
     python scripts/benchmark_generate.py                       # the 1.3B model in bf16, batches of 1, 8 and 64
     python scripts/benchmark_generate.py --flavor 340M --batch 1 --batch 256
+    python scripts/benchmark_generate.py --flavor kimi_linear_1b_a300m --flavor kimi_linear_1b_a300m_full \\
+        --context 4096 --context 16384 --context 65536 --context 262144 --plot decode.png
 
 The weights are random, which costs what trained ones do. A decode step must read every weight but the embedding's and
 read and write every sequence's states: its bytes over its time is given as a part of the bandwidth of a copy measured
 in the same run. "step" is a step alone, on the device; "tokens/s" is the whole of generate(), draws and looks at the
 tokens included.
+
+With --context, a decode step is timed instead where each sequence has so many tokens behind it. The model does not read
+them: its caches take a prompt of a few tokens, then full attention's are filled up with random rows by their own
+``extend``, which costs a step the same; a KDA layer's have the same size anyway. "as generate() runs it" is the step of
+its own batch, one CUDA graph where ``can_capture`` finds nothing against it. Elsewhere launching the kernels one by one
+may take longer than they do, whatever the context. So "as one graph" is given beside it: the same step captured here,
+its caches grown beforehand, which is what the device itself needs.
 """
 
 import argparse
@@ -14,15 +23,28 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from titan_kda.generate import Sample, Sampling, Speed, _Slots, generate, inference, prefill
+from titan_kda.cache import KDACache, ModelCache, TokenCache
+from titan_kda.generate import (
+    Pick,
+    Sample,
+    Sampling,
+    Speed,
+    _decode,
+    _Growing,
+    _Slots,
+    can_capture,
+    generate,
+    inference,
+    prefill,
+)
 from titan_kda.model import FLAVORS, Decoder
 from titan_kda.sampling import sample_tokens
 
@@ -66,19 +88,28 @@ def step_bytes(model: Decoder, batch: int) -> int:
     return weights + batch * args.n_layers * 2 * (state + convolutions)
 
 
-def decode_steps(model: Decoder, batch: int, device: torch.device, graph: bool, sampling: Sampling) -> float:
-    """Seconds of one decode step of ``batch`` sequences: many in a row, with no look at the tokens."""
-
-    def pick(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def picker(sampling: Sampling) -> Pick:
+    def pick(logits: Tensor, numbers: Tensor) -> Tensor:
         return sample_tokens(
             logits, numbers, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
         )
 
+    return pick
+
+
+def admit_some(batch: _Slots | _Growing, count: int, length: int) -> Tensor:
+    """Fills a batch with random prompts; returns a number for each row to draw by."""
+    prompts = [tuple(p) for p in some_prompts(count, length, batch.model.model_args.vocab_size)]
+    uniforms = torch.full((count,), 0.5, device=batch.device)
+    batch.admit(list(range(count)), prompts, uniforms)
+    return uniforms
+
+
+def decode_steps(model: Decoder, batch: int, device: torch.device, graph: bool, sampling: Sampling) -> float:
+    """Seconds of one decode step of ``batch`` sequences: many in a row, with no look at the tokens."""
     with inference(model):
-        slots = _Slots(model, batch, device, pick, graph)
-        prompts = [tuple(p) for p in some_prompts(batch, 16, model.model_args.vocab_size)]
-        slots.admit(list(range(batch)), prompts, torch.full((batch,), 0.5, device=device))
-        uniforms = torch.full((batch,), 0.5, device=device)
+        slots = _Slots(model, batch, device, picker(sampling), graph)
+        uniforms = admit_some(slots, batch, 16)
         steps = 50 if graph else 10
 
         def run() -> None:
@@ -86,6 +117,161 @@ def decode_steps(model: Decoder, batch: int, device: torch.device, graph: bool, 
                 slots.step(uniforms)
 
         return seconds_of(run, device, times=3) / steps
+
+
+# ---- a decode step's time against the tokens behind it ----
+
+GREEDY = Sampling(temperature=0)
+STEPS_AHEAD = 64
+"""More steps than any run takes from the context that is asked for."""
+
+
+def lengthen(cache: ModelCache, tokens: int) -> None:
+    """Gives each sequence so many further tokens, random ones, in the layers whose caches hold tokens."""
+    for layer in cache:
+        if isinstance(layer, TokenCache) and tokens:
+            assert layer.rows is not None
+            sequences, groups, _, width = layer.rows.shape
+            offsets = torch.arange(sequences + 1, dtype=torch.int32, device=layer.rows.device) * tokens
+            new = torch.randn(sequences * tokens, groups, width, dtype=layer.rows.dtype, device=layer.rows.device)
+            layer.extend(new, offsets, tokens)
+
+
+def cache_bytes(cache: ModelCache) -> int:
+    """What a step's caches hold, room to grow included."""
+    tensors = [value for layer in cache for value in vars(layer).values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def captured(batch: _Growing, uniforms: Tensor) -> torch.cuda.CUDAGraph:
+    """A growing batch's step as a graph; its caches must have room for every step that is replayed."""
+    tokens = batch.tokens.clone()
+
+    def step() -> None:
+        tokens.copy_(batch.pick(_decode(batch.model, tokens.clamp_min(0), batch.cache), uniforms))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def context_step(model: Decoder, context: int, batch: int, device: torch.device) -> dict[str, Any]:
+    """Times a decode step of ``batch`` sequences of ``context`` tokens each; see the top of this file."""
+    against = can_capture(model, device)
+    with inference(model):
+        pick, prompt = picker(GREEDY), min(context, 16)
+        rows = (
+            _Slots(model, batch, device, pick, graph=against is None)
+            if all(isinstance(layer, KDACache) for layer in model.new_cache())
+            else _Growing(model, batch, device, pick)
+        )
+        uniforms = admit_some(rows, batch, prompt)
+        lengthen(rows.cache, context - prompt)
+        graph = isinstance(rows, _Slots) and rows.graph is not None
+        growing = [layer for layer in rows.cache if isinstance(layer, TokenCache)]
+        for layer in growing:
+            layer.reserve(STEPS_AHEAD)  # a captured step cannot grow them
+
+        def seconds(step: Callable[[], Any], steps: int) -> float:
+            def run() -> None:
+                for layer in growing:  # every run starts from the same context
+                    layer.lengths.fill_(context)
+                    layer.bound = context
+                for _ in range(steps):
+                    step()
+
+            return seconds_of(run, device, times=3) / steps
+
+        own = seconds(lambda: rows.step(uniforms), 30 if graph else 10 if device.type == "cuda" else 2)
+        alone, failed = own if graph else None, None
+        if device.type == "cuda" and isinstance(rows, _Growing):
+            try:
+                replay = captured(rows, uniforms)
+            except RuntimeError as error:
+                failed = str(error).splitlines()[0]
+            else:
+                alone = seconds(replay.replay, 30)
+        return dict(
+            kind="context", context=context, batch=batch, cache_bytes=cache_bytes(rows.cache), graph=graph,
+            against=against, step_us=own * 1e6, one_graph_us=None if alone is None else alone * 1e6,
+            capture_failed=failed,
+        )  # fmt: skip
+
+
+def contexts(
+    flavors: Sequence[str], lengths: Sequence[int], batches: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """The table of decode steps by context; its rows, the flavor in each."""
+    print("\n| decode, flavor | batch | context, tokens | caches, MiB | as generate() runs it, us | graph | ", end="")
+    print("as one graph, us |\n|---|---|---|---|---|---|---|", flush=True)
+    found: list[dict[str, Any]] = []
+    for flavor in flavors:
+        model = build(flavor, device, dtype)
+        for batch in batches:
+            for length in lengths:
+                row = {"flavor": flavor, **context_step(model, length, batch, device)}
+                found.append(row)
+                alone = "" if row["one_graph_us"] is None else f"{row['one_graph_us']:,.0f}"
+                print(
+                    f"| {flavor} | {batch} | {length:,} | {row['cache_bytes'] / 2**20:,.1f} | {row['step_us']:,.0f} | "
+                    f"{'on' if row['graph'] else 'off'} | {alone} |",
+                    flush=True,
+                )
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    for flavor in flavors:
+        of_flavor = [row for row in found if row["flavor"] == flavor]
+        if (against := of_flavor[0]["against"]) is not None:
+            print(f"{flavor}: generate() captures no graph: {against}")
+        for message in {row["capture_failed"] for row in of_flavor} - {None}:
+            print(f"{flavor}: not captured here either: {message}")
+    return found
+
+
+def plot_contexts(rows: Sequence[dict[str, Any]], image: Path, device: str) -> None:
+    """Draws a step's time against the context, a line a flavor and batch; dashed: as generate() runs it, without a
+    graph, where the same step was captured beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib import ticker
+
+    batches = {row["batch"] for row in rows}
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for i, (flavor, batch) in enumerate(dict.fromkeys((row["flavor"], row["batch"]) for row in rows)):
+        line = [row for row in rows if (row["flavor"], row["batch"]) == (flavor, batch)]
+        line.sort(key=lambda row: row["context"])
+        places = [row["context"] for row in line]
+        name = flavor if len(batches) == 1 else f"{flavor}, batch {batch}"
+        own, alone = [row["step_us"] for row in line], [row["one_graph_us"] for row in line]
+        if None in alone:
+            axis.plot(places, own, "o-", color=f"C{i}", label=f"{name}, without a graph")
+            continue
+        axis.plot(places, alone, "o-", color=f"C{i}", label=f"{name}, one CUDA graph")
+        if own != alone:
+            axis.plot(places, own, "x--", color=f"C{i}", linewidth=0.8, label=f"{name}, without a graph")
+    ticks = sorted({row["context"] for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else f"{t:,}" for t in ticks])
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
+    axis.set_ylim(bottom=0)
+    axis.set(xlabel="context, tokens", ylabel="time of one decode step, microseconds")
+    axis.set_title(f"{device}, batch {', '.join(map(str, sorted(batches)))}", fontsize=9)
+    axis.grid(linewidth=0.3)
+    axis.legend(fontsize=8)
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=130)
+    plt.close(figure)
 
 
 def generate_once(
@@ -98,13 +284,22 @@ def generate_once(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flavor", choices=FLAVORS, default="1.3B")
-    parser.add_argument("--batch", type=int, action="append", help="sequences at once; several (default 1, 8, 64)")
+    parser.add_argument("--flavor", choices=FLAVORS, action="append", help="several with --context (default 1.3B)")
+    parser.add_argument(
+        "--batch", type=int, action="append", help="sequences at once; several (default 1, 8, 64; with --context 1)"
+    )
+    parser.add_argument("--context", type=int, action="append", help="tokens behind a timed step; several")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --context, draw the steps' times")
     parser.add_argument("--tokens", type=int, default=128, help="generated for each sequence (default 128)")
     parser.add_argument("--prompt-tokens", type=int, action="append", help="of a prefill (default 512 and 8192)")
     parser.add_argument("--skip", action="append", choices=("decode", "prefill", "loop"), default=[])
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args(argv)
+    flavors = args.flavor or ["1.3B"]
+    if args.context is None and (args.plot is not None or len(flavors) > 1):
+        parser.error("--plot and more than one --flavor need --context")
+    if min(args.context or [1]) < 1 or min(args.batch or [1]) < 1:
+        parser.error("--context and --batch must be at least 1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -119,7 +314,16 @@ def main(argv: list[str] | None = None) -> int:
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s", flush=True
         )
 
-    model = build(args.flavor, device, dtype)
+    if args.context is not None:
+        rows = contexts(flavors, args.context, args.batch or [1], device, dtype)
+        if args.json:
+            Path(args.json).write_text(json.dumps(rows, indent=1))
+        if args.plot is not None:
+            plot_contexts(rows, args.plot, torch.cuda.get_device_name() if on_gpu else "CPU")
+            print(args.plot)
+        return 0
+
+    model = build(flavors[0], device, dtype)
     vocab_size = model.model_args.vocab_size
     draws = {"greedy": Sampling(args.tokens, temperature=0), "top-p 0.95": Sampling(args.tokens, 0.8, 0, 0.95)}
     if "decode" not in args.skip:
@@ -159,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if "loop" not in args.skip:
         # As in the loop of a job on one GPU: FP32 weights under autocast, which casts them anew each time.
-        model = build(args.flavor, device, torch.float32).train()
+        model = build(flavors[0], device, torch.float32).train()
         prompts = [p[: 4 + 3 * i] for i, p in enumerate(some_prompts(8, 32, vocab_size))]
         for turn in ("first", "second"):
             with torch.autocast(device.type, torch.bfloat16) if on_gpu else nullcontext():

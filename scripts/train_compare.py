@@ -4,15 +4,23 @@
     python scripts/train_compare.py --job kda_340m --variant ours \\
         --variant "reference --kda.impl=reference" --kda.no-reset-at-documents --training.seq_len=1024
     python scripts/train_compare.py --job kda_340m --variant ours --variant "eager --compile.no-enable"
+    python scripts/train_compare.py --job kimi_linear_1b_a300m --steps 8 --warmup 4 --kda.no-reset-at-documents \\
+        --variant "hybrid --training.seq_len=16384 --training.local_batch_size=4" \\
+        --variant "full --model.flavor=kimi_linear_1b_a300m_full --training.seq_len=16384 --training.local_batch_size=4"
 
-A variant is a name and settings of the job; settings given beside the variants hold for all. One whose name begins with
-"fla" has FLA's chunk_kda in the layer, with FLA's own norm of q and k and FLA's own gate, as FLA's layer calls it; the
-projections, convolutions, output gate and all else are the job's. It stands behind a registered operator, so that
-torch.compile and selective activation checkpointing treat it as they treat ours. It needs fla-core
-(pip install 'titan-kda[bench]'), whose first step tunes for minutes.
+A variant is a name, of several words if need be, and settings of the job; settings given beside the variants hold for
+all. With --kda.no-reset-at-documents a row is one sequence, however many documents it has; otherwise attention's cost
+follows the documents' lengths.
+
+A variant whose name begins with "fla" has FLA's chunk_kda in the layer, with FLA's own norm of q and k and FLA's own
+gate, as FLA's layer calls it; the projections, convolutions, output gate and all else are the job's. It stands behind a
+registered operator, so that torch.compile and selective activation checkpointing treat it as they treat ours. It needs
+fla-core (pip install 'titan-kda[bench]'), whose first step tunes for minutes.
 
 Every variant starts from the same weights and reads the same text. Speed and memory are taken after the warm-up steps;
-"apart" is the mean over the steps of |difference of the 20-step average loss| from the first variant, in nats.
+a variant that runs out of memory is said and passed over. "apart" is the mean over the steps of |difference of the
+20-step average loss| from the first variant, in nats; it is left out for another flavor or another text, whose
+difference would say nothing.
 """
 
 import argparse
@@ -287,7 +295,12 @@ def _train(settings: list[str], steps: int, warmup: int, job: str, folder: str) 
         tokens = config.training.local_batch_size * config.training.seq_len * trainer.gradient_accumulation_steps
         rate = tokens * (steps - warmup) / seconds
         device = torch.cuda.get_device_name() if on_gpu else "CPU"
+        rows = config.training.local_batch_size * trainer.gradient_accumulation_steps
         result |= {
+            "flavor": config.model.flavor,
+            "rows": rows,
+            "seq_len": config.training.seq_len,
+            "text": repr((config.training.dataset, config.training.dataset_path, config.data, config.debug.seed)),
             "tokens_per_second": rate,
             "mfu": trainer.metrics_processor.num_flops_per_token * rate / utils.get_peak_flops(device),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
@@ -312,12 +325,45 @@ def apart(one: list[float], other: list[float]) -> float:
     return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
+SAME = ("flavor", "rows", "seq_len", "text")
+"""What two curves must share to be compared."""
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The table of what ``train`` gave, by name; sets each one's "apart", None where curves do not compare."""
+    first = next(iter(results.values()))
+    for result in results.values():
+        comparable = all(result[key] == first[key] for key in SAME)
+        result["apart"] = apart(first["losses"], result["losses"]) if comparable else None
+    compared = sum(result["apart"] is not None for result in results.values()) > 1
+    averaged = min(AVERAGED, len(first["losses"]))
+    heads = ["variant", "rows x tokens", "tokens/s", "MFU", "peak GiB", "first step, s", f"last {averaged} steps' loss"]
+    heads += ["apart, nats"] * compared
+    lines = [heads, ["---"] * len(heads)]
+    for name, result in results.items():
+        last = result["losses"][-averaged:]
+        cells = [name, f"{result['rows']} x {result['seq_len']:,}", f"{result['tokens_per_second']:,.0f}"]
+        cells += [f"{result['mfu']:.1%}", "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"]
+        cells += [f"{result['first_step_seconds']:.1f}", f"{sum(last) / len(last):.4f}"]
+        if compared:
+            cells.append("" if result["apart"] is None else f"{result['apart']:.4f}")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def split_variant(text: str) -> tuple[str, list[str]]:
+    """A variant's name, the words before its first setting, and its settings."""
+    words = shlex.split(text)
+    named = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    return " ".join(words[:named]), words[named:]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--job", default="kda_340m", help="the TOML job, a file or a shipped job's name")
-    parser.add_argument("--variant", action="append", help="NAME [SETTING ...]; several (default: ours and fla)")
+    parser.add_argument("--variant", action="append", help="NAME [--SETTING ...]; several (default: ours and fla)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts")
     parser.add_argument("--folder", default="outputs/train_compare", help="where torchtitan may write")
@@ -325,10 +371,11 @@ def main(argv: list[str] | None = None) -> int:
     args, settings = parser.parse_known_args(argv)
     if not 1 <= args.warmup < args.steps:
         parser.error("--warmup must be at least 1 and below --steps")
-    variants = [shlex.split(variant) for variant in args.variant or ["ours", "fla"]]
-    if not all(variants):
-        parser.error("a --variant needs a name")
-    if any(name.startswith("fla") for name, *_ in variants) and importlib.util.find_spec("fla") is None:
+    variants = [split_variant(variant) for variant in args.variant or ["ours", "fla"]]
+    names = [name for name, _ in variants]
+    if not all(names) or len(set(names)) < len(names):
+        parser.error("every --variant needs a name of its own")
+    if any(name.startswith("fla") for name in names) and importlib.util.find_spec("fla") is None:
         parser.error("a variant named fla... needs fla-core: pip install 'titan-kda[bench]'")
     from torchtitan.tools.logging import init_logger
 
@@ -336,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
 
     init_logger()
     results: dict[str, dict[str, Any]] = {}
-    for name, *own in variants:
+    for name, own in variants:
         swapped = fla_in_the_layer() if name.startswith("fla") else contextlib.nullcontext()
         try:
             with swapped:
@@ -344,24 +391,21 @@ def main(argv: list[str] | None = None) -> int:
         except JobError as error:
             print(f"train_compare: error: {error}", file=sys.stderr)
             return 2
+        except torch.OutOfMemoryError as error:
+            print(f"{name}: out of memory: {str(error).splitlines()[0]}", flush=True)
         torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        print(f"{name}: {json.dumps({k: v for k, v in results[name].items() if k != 'losses'})}", flush=True)
+        if name in results:
+            shown = {key: value for key, value in results[name].items() if key not in ("losses", "text")}
+            print(f"{name}: {json.dumps(shown)}", flush=True)
 
+    if not results:
+        return 1
     first = next(iter(results.values()))
     print(f"\n{args.job}, {args.steps} steps, {args.warmup} of them before the clock, {first['device']}")
-    print("| variant | tokens/s | MFU | peak GiB | first step, s | last 20 steps' loss | apart, nats |")
-    print("|---|---|---|---|---|---|---|")
-    for name, result in results.items():
-        result["apart"] = apart(first["losses"], result["losses"])
-        last = result["losses"][-AVERAGED:]
-        memory = "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
-        print(
-            f"| {name} | {result['tokens_per_second']:,.0f} | {result['mfu']:.1%} | {memory} | "
-            f"{result['first_step_seconds']:.1f} | {sum(last) / len(last):.4f} | {result['apart']:.4f} |"
-        )
+    print(table(results))
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
     return 0
