@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from titan_kda.attention import Backends, ForgetGate, KimiDeltaAttention
 from titan_kda.cache import KDACache
 from titan_kda.initialize import Initializer
+from titan_kda.packing import pack
 
 DIM, HEADS, K, V = 24, 2, 12, 20
 
@@ -183,6 +184,45 @@ def test_padding_stays_out_of_the_gradients(monkeypatch):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     for got, right in zip(grads(x), want):
         torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("output_gate", ["low_rank", "full"])
+def test_packed_products_are_the_layers(output_gate, monkeypatch):
+    """In decode, with a padded stream; what pack() does on a GPU is told to happen here."""
+    layer = make_layer(output_gate=output_gate).eval()
+    layer.pack()
+    assert layer._packed is None  # on a CPU
+    x = torch.randn(1, 2 * 9, DIM)
+    offsets = torch.tensor([0, 9, 18], dtype=torch.int32)
+    outputs = []
+    for packed in (False, True):
+        if packed:
+            monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+            layer.pack()
+            monkeypatch.undo()
+            assert layer._packed is not None
+        with torch.no_grad():
+            cache = layer.new_cache()
+            layer(x, offsets, cache)
+            step = torch.cat([x[:, :2], torch.zeros(1, 1, DIM)], 1)
+            outputs.append(layer(step, torch.arange(3, dtype=torch.int32), cache, max_tokens=1))
+    torch.testing.assert_close(*outputs)
+    layer.unpack()
+    assert layer._packed is None and all("_packed" not in name for name in layer.state_dict())
+
+
+def test_packing_leaves_what_it_cannot_take(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    plain = [torch.nn.Linear(4, n, bias=False) for n in (3, 5)]
+    packed = pack(plain)
+    monkeypatch.undo()
+    x = torch.randn(2, 4)
+    for mine, layer in zip(packed(x), plain):
+        torch.testing.assert_close(mine, layer(x))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert pack([plain[0], torch.nn.Linear(4, 5)]) is None  # a bias
+    plain[1].register_forward_hook(lambda *_: None)
+    assert pack(plain) is None
 
 
 def test_phases():

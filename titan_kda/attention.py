@@ -35,6 +35,7 @@ from titan_kda.kernels import (
 
 from .cache import KDACache
 from .initialize import Initializer
+from .packing import PackedLinear, pack
 
 Backend = Literal["auto", "chunk", "recurrent"]
 Impl = Literal["auto", "triton", "reference"]
@@ -303,6 +304,7 @@ class KimiDeltaAttention(nn.Module):
             self.g_proj = nn.Linear(dim, values, bias=False)
         self.o_norm = nn.RMSNorm(value_width, eps=norm_eps)
         self.o_proj = nn.Linear(values, dim, bias=False)
+        self._packed: PackedLinear | None = None
 
     def init_weights(self, init: Initializer, name: str, output_std: float) -> None:
         """Fills every parameter; ``output_std`` is the depth-scaled deviation of the output projection."""
@@ -320,6 +322,14 @@ class KimiDeltaAttention(nn.Module):
 
     def new_cache(self) -> KDACache:
         return KDACache()
+
+    def pack(self) -> None:
+        """Until ``unpack()``, decode takes copies of the weights that read the layer's input, as one product."""
+        gate = self.g_a_proj if hasattr(self, "g_a_proj") else self.g_proj
+        self._packed = pack([self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate])
+
+    def unpack(self) -> None:
+        self._packed = None
 
     def core_flops_per_token(self, seq_len: int = CHUNK_SIZE) -> int:
         """Operations of the chunked forward per token beside the parameters' products; the same for any seq_len."""
@@ -438,15 +448,22 @@ class KimiDeltaAttention(nn.Module):
         live = cache.state.shape[0]
         token = x.flatten(0, 1)[:live]
         slots = cache.slots
-        q = self.q_conv.step(self.q_proj(token), cache.conv_q, slots, impl).unflatten(-1, (-1, self.key_width))
-        k = self.k_conv.step(self.k_proj(token), cache.conv_k, slots, impl).unflatten(-1, (-1, self.key_width))
-        v = self.v_conv.step(self.v_proj(token), cache.conv_v, slots, impl).unflatten(-1, (-1, self.value_width))
+        if self._packed is None:
+            projections = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
+            q, k, v, low_rank, beta_logits = (projection(token) for projection in projections)
+            output_gate = None
+        else:
+            *parts, output_gate = self._packed(x)
+            q, k, v, low_rank, beta_logits = (part.flatten(0, 1)[:live] for part in parts)
+        q = self.q_conv.step(q, cache.conv_q, slots, impl).unflatten(-1, (-1, self.key_width))
+        k = self.k_conv.step(k, cache.conv_k, slots, impl).unflatten(-1, (-1, self.key_width))
+        v = self.v_conv.step(v, cache.conv_v, slots, impl).unflatten(-1, (-1, self.value_width))
         o = recurrent_kda_step(
             q,
             k,
             v,
-            self.f_b_proj(self.f_a_proj(token)).unflatten(-1, (-1, self.key_width)),
-            self.b_proj(token),
+            self.f_b_proj(low_rank).unflatten(-1, (-1, self.key_width)),
+            beta_logits,
             *decay,
             cache.state,
             state_indices=slots,
@@ -457,10 +474,15 @@ class KimiDeltaAttention(nn.Module):
         )
         if padding := x.shape[0] * x.shape[1] - live:
             o = nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
-        return self._output(o.reshape(*x.shape[:2], *o.shape[1:]), x)
+        return self._output(o.reshape(*x.shape[:2], *o.shape[1:]), x, output_gate)
 
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        """The gated norm and the output projection: o [B, T, H, V] and the layer's input [B, T, dim] to [B, T, dim]."""
-        output_gate = self.g_b_proj(self.g_a_proj(x)) if hasattr(self, "g_a_proj") else self.g_proj(x)
+    def _output(self, o: Tensor, x: Tensor, output_gate: Tensor | None = None) -> Tensor:
+        """The gated norm and the output projection: o [B, T, H, V] and the layer's input [B, T, dim] to [B, T, dim].
+        ``output_gate`` is the gate's first product, where it was made with the others."""
+        low_rank = hasattr(self, "g_a_proj")
+        if output_gate is None:
+            output_gate = self.g_a_proj(x) if low_rank else self.g_proj(x)
+        if low_rank:
+            output_gate = self.g_b_proj(output_gate)
         o = self.o_norm(o).flatten(-2) * torch.sigmoid(output_gate)
         return self.o_proj(o)

@@ -29,8 +29,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.attention import VarlenMetadata
 
+from .attention import KimiDeltaAttention
 from .cache import KDACache, ModelCache, select
 from .data import ByteTokenizer
+from .model import SwiGLU
 from .sampling import sample_tokens
 
 
@@ -475,17 +477,23 @@ def _world_size() -> int:
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, compiled layers run eagerly, and activation checkpointing, which has nothing to save
-    here but would read random states, steps aside; the model's mode comes back however this ends."""
+    here but would read random states, steps aside; on a GPU a layer's products with its input are packed. The model
+    must keep its weights meanwhile; it comes back as it was however this ends."""
     training = model.training
     model.eval()
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     checkpointing = [wrapper.checkpoint_fn for wrapper in wrappers]
     for wrapper in wrappers:
         cast(Any, wrapper).checkpoint_fn = _call
+    packing = [module for module in model.modules() if isinstance(module, (KimiDeltaAttention, SwiGLU))]
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            for module in packing:
+                module.pack()
             yield
     finally:
+        for module in packing:
+            module.unpack()
         for wrapper, function in zip(wrappers, checkpointing):
             cast(Any, wrapper).checkpoint_fn = function
         model.train(training)

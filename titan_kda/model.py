@@ -29,6 +29,7 @@ from .documents import OFFSETS, DocumentMasks, document_offsets
 from .full_attention import FullAttention, GroupedQueryAttention, LatentAttention
 from .initialize import Initializer
 from .moe import MixtureOfExperts
+from .packing import PackedLinear, pack
 
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -287,6 +288,14 @@ class SwiGLU(nn.Module):
         self.w1 = nn.Linear(dim, width, bias=False)
         self.w2 = nn.Linear(width, dim, bias=False)
         self.w3 = nn.Linear(dim, width, bias=False)
+        self._packed: PackedLinear | None = None
+
+    def pack(self) -> None:
+        """Until ``unpack()``, w1 and w3 are one product with copies of them."""
+        self._packed = pack([self.w1, self.w3])
+
+    def unpack(self) -> None:
+        self._packed = None
 
     def init_weights(self, init: Initializer, name: str, output_std: float) -> None:
         std = self.w1.in_features**-0.5
@@ -295,7 +304,8 @@ class SwiGLU(nn.Module):
         init.trunc_normal(self.w2.weight, f"{name}.w2.weight", output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = (self.w1(x), self.w3(x)) if self._packed is None else self._packed(x)
+        return self.w2(F.silu(gate) * up)
 
 
 def _build_moe(args: ModelArgs) -> MixtureOfExperts:
