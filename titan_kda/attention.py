@@ -480,9 +480,10 @@ class KimiDeltaAttention(nn.Module):
         """The gated norm and the output projection: o [B, T, H, V] and the layer's input [B, T, dim] to [B, T, dim].
         ``output_gate`` is the gate's first product, where it was made with the others."""
         low_rank = hasattr(self, "g_a_proj")
-        if output_gate is None:
-            output_gate = self.g_a_proj(x) if low_rank else self.g_proj(x)
+        gate = output_gate
+        if gate is None:
+            gate = self.g_a_proj(x) if low_rank else self.g_proj(x)
         if low_rank:
-            output_gate = self.g_b_proj(output_gate)
-        o = self.o_norm(o).flatten(-2) * torch.sigmoid(output_gate)
+            gate = self.g_b_proj(gate)
+        o = self.o_norm(o).flatten(-2) * torch.sigmoid(gate)
         return self.o_proj(o)
