@@ -2,8 +2,10 @@
 
     python scripts/benchmark_generate.py                       # the 1.3B model in bf16, batches of 1, 8 and 64
     python scripts/benchmark_generate.py --flavor 340M --batch 1 --batch 256
-    python scripts/benchmark_generate.py --flavor kimi_linear_1b_a300m --flavor kimi_linear_1b_a300m_full \\
-        --context 4096 --context 16384 --context 65536 --context 262144 --plot decode.png
+    python scripts/benchmark_generate.py --flavor kimi_linear_1b_a300m --flavor kimi_linear_1b_a300m:kda \\
+        --flavor kimi_linear_1b_a300m_full --context 4096 --context 65536 --context 262144 --plot decode.png
+
+A flavor may have another layer pattern behind a colon, "kimi_linear_1b_a300m:kda,mla".
 
 The weights are random, which costs what trained ones do. A decode step must read every weight but the embedding's and
 read and write every sequence's states: its bytes over its time is given as a part of the bandwidth of a copy measured
@@ -25,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +48,16 @@ from titan_kda.generate import (
     inference,
     prefill,
 )
-from titan_kda.model import FLAVORS, Decoder
+from titan_kda.model import FLAVORS, MIXERS, Decoder
 from titan_kda.sampling import sample_tokens
 
 
 def build(flavor: str, device: torch.device, dtype: torch.dtype, **changes: Any) -> Decoder:
-    from dataclasses import replace
-
+    name, _, pattern = flavor.partition(":")
+    if pattern:
+        changes = {"layer_pattern": pattern.split(","), **changes}
     with torch.device("meta"):
-        model = Decoder(replace(FLAVORS[flavor], **changes))
+        model = Decoder(replace(FLAVORS[name], **changes))
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(seed=0)
@@ -143,12 +147,15 @@ def cache_bytes(cache: ModelCache) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def captured(batch: _Growing, uniforms: Tensor) -> torch.cuda.CUDAGraph:
-    """A growing batch's step as a graph; its caches must have room for every step that is replayed."""
+def captured(batch: _Slots | _Growing, uniforms: Tensor) -> torch.cuda.CUDAGraph:
+    """A batch's step as a graph; caches that grow must have room for every step that is replayed."""
     tokens = batch.tokens.clone()
 
     def step() -> None:
-        tokens.copy_(batch.pick(_decode(batch.model, tokens.clamp_min(0), batch.cache), uniforms))
+        if isinstance(batch, _Slots):
+            batch._advance()
+        else:
+            tokens.copy_(batch.pick(_decode(batch.model, tokens.clamp_min(0), batch.cache), uniforms))
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -192,7 +199,7 @@ def context_step(model: Decoder, context: int, batch: int, device: torch.device)
 
         own = seconds(lambda: rows.step(uniforms), 30 if graph else 10 if device.type == "cuda" else 2)
         alone, failed = own if graph else None, None
-        if device.type == "cuda" and isinstance(rows, _Growing):
+        if device.type == "cuda" and not graph:
             try:
                 replay = captured(rows, uniforms)
             except RuntimeError as error:
@@ -284,7 +291,9 @@ def generate_once(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flavor", choices=FLAVORS, action="append", help="several with --context (default 1.3B)")
+    parser.add_argument(
+        "--flavor", action="append", metavar="FLAVOR[:MIXER,...]", help="several with --context (default 1.3B)"
+    )
     parser.add_argument(
         "--batch", type=int, action="append", help="sequences at once; several (default 1, 8, 64; with --context 1)"
     )
@@ -296,6 +305,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args(argv)
     flavors = args.flavor or ["1.3B"]
+    for flavor in flavors:
+        name, _, pattern = flavor.partition(":")
+        if name not in FLAVORS:
+            parser.error(f"no flavor is called {name!r}; there are {', '.join(FLAVORS)}")
+        if unknown := set(pattern.split(",")) - {"", *MIXERS}:
+            parser.error(f"no mixer is called {min(unknown)!r}; there are {', '.join(MIXERS)}")
     if args.context is None and (args.plot is not None or len(flavors) > 1):
         parser.error("--plot and more than one --flavor need --context")
     if min(args.context or [1]) < 1 or min(args.batch or [1]) < 1:

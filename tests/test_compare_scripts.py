@@ -143,24 +143,29 @@ def test_decode_steps_by_context(script, tmp_path, capsys):
     benchmark, out, image = script("benchmark_generate"), tmp_path / "rows.json", tmp_path / "images" / "decode.png"
     if torch.cuda.is_available():
         pytest.skip("the benchmark itself runs there")
-    flavors = ["--flavor=debugmodel", "--flavor=kimi_linear_debug"]
+    flavors = ["--flavor=kimi_linear_debug:kda", "--flavor=kimi_linear_debug"]
     assert benchmark.main([*flavors, "--context=1", "--context=300", f"--json={out}", f"--plot={image}"]) == 0
     rows = json.loads(out.read_text())
-    assert [(row["flavor"].split("_")[0], row["context"]) for row in rows] == [
-        ("debugmodel", 1), ("debugmodel", 300), ("kimi", 1), ("kimi", 300)
-    ]  # fmt: skip
+    assert [(row["flavor"][17:], row["context"]) for row in rows] == [(":kda", 1), (":kda", 300), ("", 1), ("", 300)]
     assert all(row["step_us"] > 0 and row["one_graph_us"] is None and not row["graph"] for row in rows)
     kda, _, short, long = (row["cache_bytes"] for row in rows)
     assert rows[1]["cache_bytes"] == kda  # of a fixed size
     assert long - short == 4 * (64 + 16) * 256  # one MLA layer's latents, in pieces of 256 tokens
     shown = capsys.readouterr().out
-    assert "| kimi_linear_debug | 1 | 300 | " in shown and "debugmodel: generate() captures no graph" in shown
+    assert "| kimi_linear_debug | 1 | 300 | " in shown and "kimi_linear_debug: generate() captures no graph" in shown
     assert image.read_bytes().startswith(b"\x89PNG")
     graphs = [dict(row, one_graph_us=row["step_us"] / 2) for row in rows]
     benchmark.plot_contexts(graphs, image, "a GPU")
-    for wrong in (["--flavor=debugmodel", "--flavor=340M"], ["--plot=x.png"], ["--context=0"]):
+    for wrong, words in (
+        (["--flavor=debugmodel", "--flavor=340M"], "need --context"),
+        (["--plot=x.png"], "need --context"),
+        (["--context=0"], "at least 1"),
+        (["--flavor=debug"], "no flavor is called 'debug'"),
+        (["--flavor=debugmodel:kda,rnn"], "no mixer is called 'rnn'"),
+    ):
         with pytest.raises(SystemExit):
             benchmark.main(wrong)
+        assert words in capsys.readouterr().err
 
 
 def test_caches_lengthened_by_random_rows(script):
