@@ -2,6 +2,7 @@
 
 from ._operator import implementation
 from .chunk import chunk_kda
+from .conv_step import recurrent_kda_conv_step
 from .gate import bounded_gate_cumsum, softplus_gate_cumsum
 from .l2norm import l2norm
 from .output import chunk_fwd_o_vk, chunk_output
@@ -21,6 +22,7 @@ __all__ = [
     "naive_chunk_kda",
     "naive_recurrent_kda",
     "recurrent_kda",
+    "recurrent_kda_conv_step",
     "recurrent_kda_step",
     "softplus_gate_cumsum",
 ]

@@ -43,6 +43,12 @@ def recurrent_step_config(key_width: int, value_width: int) -> RecurrentConfig:
     return _fit(RecurrentConfig(block_v=64, num_warps=4, registers=128), key_width, value_width)
 
 
+def recurrent_conv_step_config(key_width: int, value_width: int) -> RecurrentConfig:
+    """The decode step's with the convolutions, where one program owns a head: all of V in one tile where it fits."""
+    block_v = 128 if key_width <= 128 and value_width > 64 else 64
+    return _fit(RecurrentConfig(block_v, num_warps=4), key_width, value_width)
+
+
 def _fit(config: RecurrentConfig, key_width: int, value_width: int) -> RecurrentConfig:
     """The tile cut down to the registers of a wide K, and to a narrow V."""
     if key_width > 128:

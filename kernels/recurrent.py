@@ -65,7 +65,7 @@ def _sum_over_k(x):
 
 
 @triton.jit
-def _advance(state, q, k, v, decay, beta):
+def advance(state, q, k, v, decay, beta):
     """One token of the recurrence on a state tile [K, BLOCK_V], before the output's scale; every operand is FP32."""
     state *= decay[:, None]
     residual = beta * (v - _sum_over_k(state * k[:, None]))
@@ -185,7 +185,7 @@ def _recurrent_kda_kernel(
                 in_k,
                 in_v,
             )
-            state, output = _advance(
+            state, output = advance(
                 state,
                 q.to(tl.float32),
                 k.to(tl.float32),
@@ -202,7 +202,7 @@ def _recurrent_kda_kernel(
 
 
 @triton.jit
-def _l2_normalised(x, eps):
+def l2_normalised(x, eps):
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + eps)
 
 
@@ -292,10 +292,10 @@ def _recurrent_kda_step_kernel(
     state = tl.load(state_ptrs, mask=in_state, other=0.0)
 
     log2_decay = gate_log2_decay(raw.to(tl.float32) + bias, gate_slope(A_log), lower_bound, BOUNDED)
-    state, output = _advance(
+    state, output = advance(
         state,
-        _l2_normalised(q.to(tl.float32), EPS),
-        _l2_normalised(k.to(tl.float32), EPS),
+        l2_normalised(q.to(tl.float32), EPS),
+        l2_normalised(k.to(tl.float32), EPS),
         v.to(tl.float32),
         tl.exp2(log2_decay),
         beta_scale * tl.sigmoid(beta.to(tl.float32)),
@@ -308,7 +308,7 @@ def _recurrent_kda_step_kernel(
 # ---- launchers ----
 
 
-def _block_k(key_width: int) -> int:
+def block_k(key_width: int) -> int:
     return max(power_of_2(key_width), 16)
 
 
@@ -368,7 +368,7 @@ def launch_recurrent_kda(
             output_final_state,
             K=key_width,
             V=value_width,
-            BLOCK_K=_block_k(key_width),
+            BLOCK_K=block_k(key_width),
             BLOCK_V=config.block_v,
             PACKED=cu_seqlens is not None,
             num_warps=config.num_warps,
@@ -428,7 +428,7 @@ def launch_recurrent_kda_step(
             beta_scale,
             K=key_width,
             V=value_width,
-            BLOCK_K=_block_k(key_width),
+            BLOCK_K=block_k(key_width),
             BLOCK_V=config.block_v,
             HAS_INDICES=state_indices is not None,
             DENSE_TILE=state.stride()[2:] == (value_width, 1),
@@ -467,7 +467,7 @@ def _recurrent_kda_reference(
         return output.to(q.dtype), final_state
 
 
-def _recurrent_kda_step_reference(
+def recurrent_kda_step_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -532,7 +532,7 @@ _recurrent_kda_op = register(
 def _recurrent_kda_step_impl(
     q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, state_indices, gate, lower_bound, beta_scale, impl
 ) -> Tensor:
-    run = launch_recurrent_kda_step if impl == "triton" else _recurrent_kda_step_reference
+    run = launch_recurrent_kda_step if impl == "triton" else recurrent_kda_step_reference
     return run(q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, state_indices, gate, lower_bound, beta_scale)
 
 
@@ -549,6 +549,59 @@ _recurrent_kda_step_op = register(
     _recurrent_kda_step_impl,
     _recurrent_kda_step_fake,
 )
+
+
+# ---- argument checks ----
+
+
+def check_step(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_gate: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    gate: str,
+    lower_bound: float,
+    beta_scale: float,
+) -> tuple[float, float]:
+    """Checks a decode step's inputs; returns lower_bound and beta_scale as floats."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("raw_gate", raw_gate)):
+        check_dtype(op, name, tensor, FLOAT_DTYPES)
+    check_floating(op, "beta_logits", beta_logits)
+    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias), ("state", state)):
+        check_dtype(op, name, tensor, (torch.float32,))
+    check_rank(op, "q", q, "[N, H, K]")
+    sequences, heads, key_width = q.shape
+    check_key_width(op, key_width)
+    check_shape(op, "k", k, "[N, H, K]", q.shape)
+    check_rank(op, "v", v, "[N, H, V]")
+    value_width = v.shape[2]
+    check_shape(op, "v", v, "[N, H, V]", (sequences, heads, value_width))
+    if value_width < 1:
+        raise ValueError(f"{op}: V must be at least 1, got {value_width}")
+    check_shape(op, "raw_gate", raw_gate, "[N, H, K]", q.shape)
+    check_shape(op, "beta_logits", beta_logits, "[N, H]", (sequences, heads))
+    check_shape(op, "A_log", A_log, "[H]", (heads,))
+    check_shape(op, "dt_bias", dt_bias, "[H, K]", (heads, key_width))
+    check_rank(op, "state", state, "[slots, H, K, V]")
+    check_shape(op, "state", state, "[slots, H, K, V]", (state.shape[0], heads, key_width, value_width))
+    named = [("k", k), ("v", v), ("raw_gate", raw_gate), ("beta_logits", beta_logits), ("A_log", A_log)]
+    for name, tensor in (*named, ("dt_bias", dt_bias), ("state", state)):
+        check_device(op, name, tensor, q.device)
+    check_slots(op, state, state_indices, sequences)
+    if gate not in GATES:
+        raise ValueError(f"{op}: gate must be 'bounded' or 'softplus', got {gate!r}")
+    lower_bound = check_lower_bound(op, "lower_bound", lower_bound)
+    if isinstance(beta_scale, bool) or not isinstance(beta_scale, (int, float)):
+        raise TypeError(f"{op}: beta_scale must be a float, got {type(beta_scale).__name__}")
+    if not math.isfinite(beta_scale):
+        raise ValueError(f"{op}: beta_scale must be finite, got {beta_scale}")
+    return lower_bound, float(beta_scale)
 
 
 # ---- public functions ----
@@ -654,45 +707,14 @@ def recurrent_kda_step(
             differentiates when run eagerly. ``chunk_kda`` is the operator that trains.
     """
     op = "recurrent_kda_step"
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("raw_gate", raw_gate)):
-        check_dtype(op, name, tensor, FLOAT_DTYPES)
-    check_floating(op, "beta_logits", beta_logits)
-    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias), ("state", state)):
-        check_dtype(op, name, tensor, (torch.float32,))
-    check_rank(op, "q", q, "[N, H, K]")
-    sequences, heads, key_width = q.shape
-    check_key_width(op, key_width)
-    check_shape(op, "k", k, "[N, H, K]", q.shape)
-    check_rank(op, "v", v, "[N, H, V]")
-    value_width = v.shape[2]
-    check_shape(op, "v", v, "[N, H, V]", (sequences, heads, value_width))
-    if value_width < 1:
-        raise ValueError(f"{op}: V must be at least 1, got {value_width}")
-    check_shape(op, "raw_gate", raw_gate, "[N, H, K]", q.shape)
-    check_shape(op, "beta_logits", beta_logits, "[N, H]", (sequences, heads))
-    check_shape(op, "A_log", A_log, "[H]", (heads,))
-    check_shape(op, "dt_bias", dt_bias, "[H, K]", (heads, key_width))
-    check_rank(op, "state", state, "[slots, H, K, V]")
-    check_shape(op, "state", state, "[slots, H, K, V]", (state.shape[0], heads, key_width, value_width))
-    named = [("k", k), ("v", v), ("raw_gate", raw_gate), ("beta_logits", beta_logits), ("A_log", A_log)]
-    for name, tensor in (*named, ("dt_bias", dt_bias), ("state", state)):
-        check_device(op, name, tensor, q.device)
-    check_slots(op, state, state_indices, sequences)
-    if gate not in GATES:
-        raise ValueError(f"{op}: gate must be 'bounded' or 'softplus', got {gate!r}")
-    lower_bound = check_lower_bound(op, "lower_bound", lower_bound)
-    if isinstance(beta_scale, bool) or not isinstance(beta_scale, (int, float)):
-        raise TypeError(f"{op}: beta_scale must be a float, got {type(beta_scale).__name__}")
-    if not math.isfinite(beta_scale):
-        raise ValueError(f"{op}: beta_scale must be finite, got {beta_scale}")
-    chosen = resolve_impl(op, impl, q)
     tensors = (q, k, v, raw_gate, beta_logits, A_log, dt_bias, state)
+    settings = (state_indices, gate, *check_step(op, *tensors, state_indices, gate, lower_bound, beta_scale))
+    chosen = resolve_impl(op, impl, q)
     if wants_grad(*tensors) and (impl != "reference" or not runs_eagerly()):
         raise RuntimeError(
             f"{op} is for inference and does not differentiate, but an input requires grad: use chunk_kda to train, "
             "or torch.no_grad() around the step; impl='reference', run eagerly, differentiates too"
         )
-    settings = (state_indices, gate, lower_bound, float(beta_scale))
     if chosen == "reference" and runs_eagerly():
-        return _recurrent_kda_step_reference(*tensors, *settings)
+        return recurrent_kda_step_reference(*tensors, *settings)
     return _recurrent_kda_step_op(*tensors, *settings, chosen)

@@ -51,7 +51,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr):
+def load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr):
     """The weight as W blocks of channels in FP32; read as one tile, since a channel's taps lie side by side."""
     columns = tl.arange(0, W_PAD)
     ptrs = weight_ptr + channels[:, None] * W + columns[None, :]
@@ -144,7 +144,7 @@ def _causal_conv1d_kernel(
         p = position - (W - 1) + w
         row = _row(sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
         window = window + (row.to(tl.float32),)
-    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    taps = load_taps(weight_ptr, channels, in_channels, W, W_PAD)
 
     rows = tl.minimum(length - position, SPAN)
     start = position.to(tl.int64)
@@ -251,7 +251,7 @@ def _causal_conv1d_backward_kernel(
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_channels = channels < C
     wide_channels = channels.to(tl.int64)
-    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    taps = load_taps(weight_ptr, channels, in_channels, W, W_PAD)
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
@@ -373,6 +373,33 @@ def _weight_grad_kernel(
     tl.store(dweight_ptr + (columns % C) * W + columns // C, total, mask=in_columns)
 
 
+@triton.jit
+def load_window(x_ptrs, state_ptrs, state_stride_w, live, W: tl.constexpr):
+    """The W rows that a decode step's convolution sees, oldest first: the state's W - 1 and the token's own."""
+    run = ()
+    for w in tl.static_range(W - 1):
+        run = run + (tl.load(state_ptrs + w * state_stride_w, mask=live, other=0.0),)
+    return run + (tl.load(x_ptrs, mask=live, other=0.0),)
+
+
+@triton.jit
+def filter_window(run, taps, SILU: tl.constexpr, W: tl.constexpr):
+    """A window's convolution and activation, in FP32."""
+    y = taps[0] * run[0].to(tl.float32)
+    for w in tl.static_range(1, W):
+        y = tl.fma(taps[w], run[w].to(tl.float32), y)
+    if SILU:
+        y = y * logistic(y * _LOG2_E)
+    return y
+
+
+@triton.jit
+def advance_window(state_ptrs, state_stride_w, run, live, W: tl.constexpr):
+    """The window without its oldest row, into the state. Loads of the state by other threads must be over."""
+    for w in tl.static_range(W - 1):
+        tl.store(state_ptrs + w * state_stride_w, run[w + 1], mask=live)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def _causal_conv1d_step_kernel(
     x_ptr,  # [N, C]
@@ -407,20 +434,12 @@ def _causal_conv1d_step_kernel(
         slot = sequence
     live = mask_if(in_channels, (slot >= 0) & (slot < slots))
     state_ptrs = state_ptr + slot * state_stride_n + wide_channels * state_stride_c
-    run = ()
-    for w in tl.static_range(W - 1):
-        run = run + (tl.load(state_ptrs + w * state_stride_w, mask=live, other=0.0),)
-    run = run + (tl.load(x_ptr + sequence * x_stride_n + wide_channels * x_stride_c, mask=live, other=0.0),)
-    taps = _load_taps(weight_ptr, channels, in_channels, W, W_PAD)
-    y = taps[0] * run[0].to(tl.float32)
-    for w in tl.static_range(1, W):
-        y = tl.fma(taps[w], run[w].to(tl.float32), y)
-    if SILU:
-        y = y * logistic(y * _LOG2_E)
-    y = tl.where(live, y, 0.0).to(output_ptr.dtype.element_ty)
+    x_ptrs = x_ptr + sequence * x_stride_n + wide_channels * x_stride_c
+    run = load_window(x_ptrs, state_ptrs, state_stride_w, live, W)
+    taps = load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    y = tl.where(live, filter_window(run, taps, SILU, W), 0.0).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + sequence * C + channels, y, mask=in_channels)
-    for w in tl.static_range(W - 1):
-        tl.store(state_ptrs + w * state_stride_w, run[w + 1], mask=live)
+    advance_window(state_ptrs, state_stride_w, run, live, W)
 
 
 # ---- launchers ----
@@ -432,7 +451,7 @@ _STEP = Launch(rows=1, warps=4, per_thread=4, span=1)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
 
-def _check_taps(op, weight) -> None:
+def check_taps(op, weight) -> None:
     if weight.shape[1] > MAX_TAPS:
         raise ValueError(f"{op}: the Triton path takes at most {MAX_TAPS} taps, got weight {list(weight.shape)}")
 
@@ -660,7 +679,7 @@ _OP = register(
 )
 
 
-def _step_reference(x, weight, state, activation, state_indices):
+def convolution_step_reference(x, weight, state, activation, state_indices):
     with without_autocast(x):
         wide_state = state.float()  # state itself if it is FP32
         output = naive_causal_conv1d_step(
@@ -674,7 +693,7 @@ def _step_reference(x, weight, state, activation, state_indices):
 def _step(x, weight, state, activation, state_indices, impl):
     if impl == "triton":
         return _step_triton(x, weight, state, activation, state_indices)
-    return _step_reference(x, weight, state, activation, state_indices).contiguous()
+    return convolution_step_reference(x, weight, state, activation, state_indices).contiguous()
 
 
 _STEP_OP = register(
@@ -743,7 +762,7 @@ def causal_conv1d(
         check_device(op, "initial_state", initial_state, x.device)
     impl = resolve_impl(op, impl, x)
     if impl == "triton":
-        _check_taps(op, weight)
+        check_taps(op, weight)
     if impl == "reference" and runs_eagerly():
         return _reference(x, weight, activation, cu_seqlens, initial_state, output_final_state)
     output, final_state = _OP(x, weight, activation, cu_seqlens, initial_state, output_final_state, impl)
@@ -794,7 +813,7 @@ def causal_conv1d_step(
         )
     impl = resolve_impl(op, impl, x)
     if impl == "triton":
-        _check_taps(op, weight)
+        check_taps(op, weight)
     if impl == "reference" and runs_eagerly():
-        return _step_reference(x, weight, state, activation, state_indices)
+        return convolution_step_reference(x, weight, state, activation, state_indices)
     return _STEP_OP(x, weight, state, activation, state_indices, impl)

@@ -361,7 +361,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-# ---- decode: recurrent_kda and recurrent_kda_step ----
+# ---- decode: recurrent_kda and the decode steps ----
 
 
 def scan_inputs(sequences: int, tokens: int, heads: int, width: int = 128) -> Callable[[int], dict[str, torch.Tensor]]:
@@ -564,9 +564,79 @@ def step_peers() -> list[Contender]:
     return peers
 
 
+def conv_step_inputs(sequences: int, heads: int, width: int = 128, taps: int = 4) -> Callable[[int], dict[str, Any]]:
+    """step_inputs, with q, k and v not yet convolved, the filters, and a pool of the convolutions' last inputs."""
+    step = step_inputs(sequences, heads, width)
+    channels = heads * width
+
+    def make(seed: int) -> dict[str, Any]:
+        generator = torch.Generator("cuda").manual_seed(-1 - seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+        x = step(seed)
+        return x | dict(
+            rows=[x.pop(name).flatten(1) for name in ("q", "k", "v")],
+            weights=[normal(channels, taps) for _ in range(3)],
+            caches=[normal(sequences, taps - 1, channels) for _ in range(3)],
+        )
+
+    return make
+
+
+def conv_step_bytes(sequences: int, heads: int, width: int = 128, taps: int = 4) -> float:
+    rows = 3 * 2 * width * 2 * (taps - 1)  # the caches, read and written; q, k and v are step_bytes' own
+    return step_bytes(sequences, heads, width) + sequences * heads * rows + heads * 3 * 2 * width * taps
+
+
+def naive_conv_step(x: dict[str, Any], most: int = 2) -> torch.Tensor:
+    from titan_kda.kernels.reference import naive_causal_conv1d_step, naive_recurrent_kda_step
+
+    slots, heads = x["indices"][:most].long(), x["A_log"].shape[0]
+    convolved = [
+        naive_causal_conv1d_step(row[:most].double(), weight.double(), cache[slots].double())
+        for row, weight, cache in zip(x["rows"], x["weights"], x["caches"])
+    ]
+    q, k, v = (row.unflatten(1, (heads, -1)) for row in convolved)
+    rest = [x[name].double() if name in ("A_log", "dt_bias") else x[name][:most].double() for name in STEP_ROWS[3:]]
+    return naive_recurrent_kda_step(q, k, v, *rest, x["state"][slots].double())
+
+
+def conv_steps() -> list[Contender]:
+    """The convolutions and the step in one launch, and in the four that it replaces."""
+    from titan_kda.kernels import causal_conv1d_step, recurrent_kda_conv_step, recurrent_kda_step
+
+    def pools(x):
+        return x["state"].clone(), [cache.clone() for cache in x["caches"]]
+
+    def fused(x):
+        state, caches = pools(x)
+        arguments = (*x["rows"], *x["weights"], *caches, *(x[name] for name in STEP_ROWS[3:]), state)
+        return lambda: recurrent_kda_conv_step(*arguments, state_indices=x["indices"])
+
+    def separate(x):
+        state, caches = pools(x)
+        rest, heads = [x[name] for name in STEP_ROWS[3:]], x["A_log"].shape[0]
+
+        def call():
+            convolved = [
+                causal_conv1d_step(row, weight, cache, state_indices=x["indices"]).unflatten(1, (heads, -1))
+                for row, weight, cache in zip(x["rows"], x["weights"], caches)
+            ]
+            return recurrent_kda_step(*convolved, *rest, state, state_indices=x["indices"])
+
+        return call
+
+    return [
+        Contender("titan_kda.recurrent_kda_conv_step", fused),
+        Contender("causal_conv1d_step x 3, kda_step", separate),
+    ]
+
+
 @suite("decode")
 def decode(bench: Bench) -> None:
-    """recurrent_kda over one token, 8 x 64 and 1 x 512 tokens, and the fused decode step; K = V = 128, 32 heads."""
+    """recurrent_kda over one token, 8 x 64 and 1 x 512 tokens, and the fused decode steps; K = V = 128, 32 heads."""
     from titan_kda.kernels.configs import RecurrentConfig
 
     heads = 32
@@ -587,6 +657,14 @@ def decode(bench: Bench) -> None:
             step_inputs(sequences, heads),
             bytes_moved=step_bytes(sequences, heads),
             reference=naive_step,
+        )
+    for sequences in (1, 8, 64, 256, 1024):
+        bench.row(
+            f"conv step N {sequences} x H {heads}",
+            conv_steps(),
+            conv_step_inputs(sequences, heads),
+            bytes_moved=conv_step_bytes(sequences, heads),
+            reference=naive_conv_step,
         )
 
 

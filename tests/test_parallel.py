@@ -86,11 +86,11 @@ def test_the_log_says_what_each_phase_runs(runs):
         "KDA train: chunk_kda (reference)",
         "KDA eval: recurrent_kda (reference)",
         "KDA prefill: recurrent_kda up to 64 tokens (reference), chunk_kda above (reference)",
-        "KDA decode: recurrent_kda_step (reference)",
+        "KDA decode: recurrent_kda_conv_step (reference)",
         "KDA train runs chunk_kda (reference)",
         "KDA eval runs recurrent_kda (reference)",
         "KDA prefill runs recurrent_kda (reference)",
-        "KDA decode runs recurrent_kda_step (reference)",
+        "KDA decode runs recurrent_kda_conv_step (reference)",
     ):
         assert log.count(line + "\n") == 1, line
     assert log.index("KDA train: ") < log.index("step:  1 ")
@@ -158,7 +158,7 @@ def test_decay_parameters_stay_fp32_under_fsdps_mixed_precision(tmp_path):
 @pytest.mark.gpu
 def test_gpu_the_job_runs_on_the_kernels(tmp_path):
     log = train(tmp_path)
-    for line in ("train runs chunk_kda", "eval runs recurrent_kda", "decode runs recurrent_kda_step"):
+    for line in ("train runs chunk_kda", "eval runs recurrent_kda", "decode runs recurrent_kda_conv_step"):
         assert f"KDA {line} (triton)\n" in log
     found = jobs.losses(log)
     assert len(found) == jobs.STEPS and found[jobs.STEPS] < found[1] - 1

@@ -24,12 +24,11 @@ from torch.distributed.tensor import DTensor
 from titan_kda.kernels import (
     bounded_gate_cumsum,
     causal_conv1d,
-    causal_conv1d_step,
     chunk_kda,
     implementation,
     l2norm,
     recurrent_kda,
-    recurrent_kda_step,
+    recurrent_kda_conv_step,
     softplus_gate_cumsum,
 )
 
@@ -100,7 +99,7 @@ class Backends:
 
     def ran(self, phase: Phase, tokens: int, device: torch.device | str) -> str:
         """The line that the log gets the first time a phase runs."""
-        op = "recurrent_kda_step" if phase == "decode" else f"{self.choose(phase, tokens)}_kda"
+        op = "recurrent_kda_conv_step" if phase == "decode" else f"{self.choose(phase, tokens)}_kda"
         return f"KDA {phase} runs {op} ({implementation(op, self.operator_impl, device)})"
 
     @property
@@ -120,12 +119,12 @@ class Backends:
             forms = ", ".join(f"{name} ({implementation(op, self.operator_impl, device)})" for name, op in used.items())
             return f"KDA {phase}: {forms}"
 
-        step = implementation("recurrent_kda_step", self.operator_impl, device)
+        step = implementation("recurrent_kda_conv_step", self.operator_impl, device)
         return [
             line("train", "chunk"),
             line("eval", self.eval),
             line("prefill", self.prefill),
-            f"KDA decode: recurrent_kda_step ({step})",
+            f"KDA decode: recurrent_kda_conv_step ({step})",
         ]
 
 
@@ -241,10 +240,6 @@ class ShortConvolution(nn.Module):
             output_final_state=output_final_state,
             impl=impl,
         )
-
-    def step(self, x: Tensor, state: Tensor, slots: Tensor | None, impl: str | None) -> Tensor:
-        """One token a sequence: x [N, C]; ``state`` [N, W - 1, C] is advanced in place, in ``slots``."""
-        return causal_conv1d_step(x, _local(self.weight).to(x.dtype), state, state_indices=slots, impl=impl)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -447,7 +442,6 @@ class KimiDeltaAttention(nn.Module):
         impl = self.backends.operator_impl
         live = cache.state.shape[0]
         token = x.flatten(0, 1)[:live]
-        slots = cache.slots
         if self._packed is None:
             projections = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
             q, k, v, low_rank, beta_logits = (projection(token) for projection in projections)
@@ -455,18 +449,21 @@ class KimiDeltaAttention(nn.Module):
         else:
             *parts, output_gate = self._packed(x)
             q, k, v, low_rank, beta_logits = (part.flatten(0, 1)[:live] for part in parts)
-        q = self.q_conv.step(q, cache.conv_q, slots, impl).unflatten(-1, (-1, self.key_width))
-        k = self.k_conv.step(k, cache.conv_k, slots, impl).unflatten(-1, (-1, self.key_width))
-        v = self.v_conv.step(v, cache.conv_v, slots, impl).unflatten(-1, (-1, self.value_width))
-        o = recurrent_kda_step(
+        o = recurrent_kda_conv_step(
             q,
             k,
             v,
+            _local(self.q_conv.weight).to(q.dtype),
+            _local(self.k_conv.weight).to(k.dtype),
+            _local(self.v_conv.weight).to(v.dtype),
+            cache.conv_q,
+            cache.conv_k,
+            cache.conv_v,
             self.f_b_proj(low_rank).unflatten(-1, (-1, self.key_width)),
             beta_logits,
             *decay,
             cache.state,
-            state_indices=slots,
+            state_indices=cache.slots,
             gate=self.forget_gate.gate,
             lower_bound=self.forget_gate.lower_bound,
             beta_scale=self.beta_scale,

@@ -15,6 +15,7 @@ from titan_kda.kernels import _operator
 ON_GPU = torch.cuda.is_available()
 LENGTHS = [2, 0, 3]
 TOKENS = sum(LENGTHS)
+WRITTEN = ("state", "q_cache", "k_cache", "v_cache")
 DIFFERENTIABLE = ("chunk_kda", "bounded_gate_cumsum", "softplus_gate_cumsum", "l2norm", "causal_conv1d")
 
 
@@ -43,7 +44,7 @@ def packed_inputs(name):
 
 
 PACKED = ("chunk_kda", "recurrent_kda", "bounded_gate_cumsum", "causal_conv1d", "chunk_output", "chunk_fwd_o_vk")
-STEPS = ("recurrent_kda_step", "causal_conv1d_step")
+STEPS = ("recurrent_kda_step", "recurrent_kda_conv_step", "causal_conv1d_step")
 OPERATORS = (*PACKED, *STEPS, "softplus_gate_cumsum", "l2norm")  # both gates are one kernel
 
 
@@ -56,6 +57,13 @@ def arguments(name, device="cpu"):
         indices = torch.tensor([2, -1, 0], dtype=torch.int32)
         if name == "causal_conv1d_step":
             found = dict(x=normal(3, 4), weight=normal(4, 4, seed=1), state=normal(4, 3, 4, seed=2))
+        elif name == "recurrent_kda_conv_step":
+            widths = dict(q=12, k=12, v=9)
+            found = {x: normal(3, width, seed=1) for x, width in widths.items()}
+            found |= {f"{x}_weight": normal(width, 4, seed=2) for x, width in widths.items()}
+            found |= {f"{x}_cache": normal(4, 3, width, seed=3) for x, width in widths.items()}
+            found |= dict(raw_gate=normal(3, 1, 12, seed=4), beta_logits=normal(3, 1, seed=5), A_log=normal(1, seed=6))
+            found |= dict(dt_bias=normal(1, 12, seed=7), state=normal(4, 1, 12, 9, seed=8))
         else:
             rows = {x: normal(3, 1, 12, seed=i) for i, x in enumerate(("q", "k", "raw_gate"))}
             found = rows | dict(v=normal(3, 1, 9, seed=3), beta_logits=normal(3, 1, seed=4), A_log=normal(1, seed=5))
@@ -76,7 +84,7 @@ def call(name, impl, backward=False, **arguments):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_()
     results = tensors(getattr(kernels, name)(**arguments, impl=impl))
-    written = [arguments[key] for key in ("state",) if key in arguments]
+    written = [arguments[key] for key in WRITTEN if key in arguments]
     if not backward:
         return results + written
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
