@@ -220,11 +220,12 @@ def contexts(
     print("\n| decode, flavor | batch | context, tokens | caches, MiB | as generate() runs it, us | graph | ", end="")
     print("as one graph, us |\n|---|---|---|---|---|---|---|", flush=True)
     found: list[dict[str, Any]] = []
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for flavor in flavors:
         model = build(flavor, device, dtype)
         for batch in batches:
             for length in lengths:
-                row = {"flavor": flavor, **context_step(model, length, batch, device)}
+                row = {"flavor": flavor, "device": name, **context_step(model, length, batch, device)}
                 found.append(row)
                 alone = "" if row["one_graph_us"] is None else f"{row['one_graph_us']:,.0f}"
                 print(
@@ -244,7 +245,7 @@ def contexts(
     return found
 
 
-def plot_contexts(rows: Sequence[dict[str, Any]], image: Path, device: str) -> None:
+def plot_contexts(rows: Sequence[dict[str, Any]], image: Path) -> None:
     """Draws a step's time against the context, a line a flavor and batch; dashed: as generate() runs it, without a
     graph, where the same step was captured beside it."""
     import matplotlib
@@ -273,7 +274,7 @@ def plot_contexts(rows: Sequence[dict[str, Any]], image: Path, device: str) -> N
     axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.set_ylim(bottom=0)
     axis.set(xlabel="context, tokens", ylabel="time of one decode step, microseconds")
-    axis.set_title(f"{device}, batch {', '.join(map(str, sorted(batches)))}", fontsize=9)
+    axis.set_title(f"{rows[0]['device']}, batch {', '.join(map(str, sorted(batches)))}", fontsize=9)
     axis.grid(linewidth=0.3)
     axis.legend(fontsize=8)
     image.parent.mkdir(parents=True, exist_ok=True)
@@ -299,11 +300,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--context", type=int, action="append", help="tokens behind a timed step; several")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --context, draw the steps' times")
+    parser.add_argument(
+        "--read", type=Path, metavar="JSON", help="draw what a run with --context wrote, timing nothing"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="generated for each sequence (default 128)")
     parser.add_argument("--prompt-tokens", type=int, action="append", help="of a prefill (default 512 and 8192)")
     parser.add_argument("--skip", action="append", choices=("decode", "prefill", "loop"), default=[])
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args(argv)
+    if args.read is not None:
+        if args.plot is None:
+            parser.error("--read needs --plot")
+        plot_contexts(json.loads(args.read.read_text()), args.plot)
+        print(args.plot)
+        return 0
     flavors = args.flavor or ["1.3B"]
     for flavor in flavors:
         name, _, pattern = flavor.partition(":")
@@ -334,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             Path(args.json).write_text(json.dumps(rows, indent=1))
         if args.plot is not None:
-            plot_contexts(rows, args.plot, torch.cuda.get_device_name() if on_gpu else "CPU")
+            plot_contexts(rows, args.plot)
             print(args.plot)
         return 0
 

@@ -155,10 +155,14 @@ def test_decode_steps_by_context(script, tmp_path, capsys):
     assert "| kimi_linear_debug | 1 | 300 | " in shown and "kimi_linear_debug: generate() captures no graph" in shown
     assert image.read_bytes().startswith(b"\x89PNG")
     graphs = [dict(row, one_graph_us=row["step_us"] / 2) for row in rows]
-    benchmark.plot_contexts(graphs, image, "a GPU")
+    out.write_text(json.dumps(graphs))
+    again = tmp_path / "again.png"
+    assert benchmark.main([f"--read={out}", f"--plot={again}"]) == 0
+    assert again.read_bytes().startswith(b"\x89PNG") and again.read_bytes() != image.read_bytes()
     for wrong, words in (
         (["--flavor=debugmodel", "--flavor=340M"], "need --context"),
         (["--plot=x.png"], "need --context"),
+        ([f"--read={out}"], "--read needs --plot"),
         (["--context=0"], "at least 1"),
         (["--flavor=debug"], "no flavor is called 'debug'"),
         (["--flavor=debugmodel:kda,rnn"], "no mixer is called 'rnn'"),
