@@ -129,6 +129,29 @@ def span_slots(tokens: int, sequences: int, span: int, packed: bool) -> int:
     return cdiv(tokens, span) * sequences
 
 
+@triton.jit
+def wait_for_earlier_launches(DEPENDENT: tl.constexpr):
+    """First in a kernel launched with ``dependent_launch``: its programs may be started while the launch before it
+    ends, and nothing that earlier launches wrote may be read, nor anything be written, before this returns."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def _depends(device: int) -> bool:
+    compiled = not triton.knobs.runtime.interpret and torch.version.hip is None
+    return compiled and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent_launch(tensor: Tensor, wanted: bool) -> dict[str, bool]:
+    """Keyword arguments for a kernel that starts with ``wait_for_earlier_launches``: a programmatic dependent launch
+    where it is wanted and there is one, on NVIDIA's GPUs from Hopper on."""
+    if wanted and tensor.is_cuda and _depends(tensor.get_device()):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
+
+
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -17,24 +17,30 @@ class RecurrentConfig:
     block_v: int
     num_warps: int
     registers: int | None = None
-    """The step's cap for the compiler, None for its own choice."""
+    """A cap for the compiler, None for its own choice."""
+    unrolled: bool = False
+    """One token without the loop that many take."""
 
 
-def recurrent_config(key_width: int, value_width: int, rows: int, one_token: bool) -> RecurrentConfig:
+def recurrent_config(key_width: int, value_width: int, rows: int, one_token: bool, packed: bool) -> RecurrentConfig:
     """The scan's tile, on an H200, from the number of sequences times heads and whether each has one token.
 
     Few rows want many programs; one token is bound by bandwidth, and wide tiles read longer pieces of a state's row;
     many tokens are bound by instructions, and one warp that owns its columns needs no barrier in its sums. Every tile
     here spreads K over at most eight threads, which is what the kernel's fixed order of sums asks for: so the choice
-    changes no bit.
+    changes no bit. (Without the loop, tiles of one warp fuse other products and do.)
     """
+    unrolled = one_token and not packed and 32 < key_width <= 128 and value_width >= 64
     if rows <= 64:
-        block_v, num_warps = 16, 1
+        config = RecurrentConfig(16, 1)
+    elif unrolled:
+        # 128 registers let four programs of 64 columns share an SM; the compiler's own choice, three.
+        config = RecurrentConfig(64, 4, 128, True) if rows >= 2048 else RecurrentConfig(32, 2, None, True)
     elif one_token and rows >= 2048:
-        block_v, num_warps = 64, 4
+        config = RecurrentConfig(64, 4)
     else:
-        block_v, num_warps = 32, 1
-    return _fit(RecurrentConfig(block_v, num_warps), key_width, value_width)
+        config = RecurrentConfig(32, 1)
+    return _fit(config, key_width, value_width)
 
 
 def recurrent_step_config(key_width: int, value_width: int) -> RecurrentConfig:

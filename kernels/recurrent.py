@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import cdiv, on_device, power_of_2
+from ._device import cdiv, dependent_launch, on_device, power_of_2, wait_for_earlier_launches
 from ._operator import (
     FLOAT_DTYPES,
     check_core_inputs,
@@ -84,6 +84,8 @@ def _load_row(q_ptrs, k_ptrs, v_ptrs, gate_ptrs, beta_ptr, in_k, in_v):
 
 # What two calls that hand the state over may differ in (T, whether there is an initial state) is a runtime argument
 # that is never specialised on: no variant in which the compiler fuses or orders the loop's arithmetic in another way.
+# One token is the exception: without the loop and the rows ahead, four programs of 64 columns fit an SM, not three. Its
+# arithmetic is the same function's, with sums in the same order; tests hold its bits to those of a scan.
 @triton.jit(do_not_specialize=["T", "H", "has_initial_state", "has_final_state"])
 def _recurrent_kda_kernel(
     q_ptr,  # [B, T, H, K]
@@ -124,7 +126,10 @@ def _recurrent_kda_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PACKED: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,  # T is 1, and nothing packed
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier_launches(DEPENDENT)
     pid = tl.program_id(0)
     v_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head_row = pid // v_blocks  # sequence * H + head
@@ -160,7 +165,13 @@ def _recurrent_kda_kernel(
     beta_ptrs = beta_ptr + batch * beta_stride_b + first * beta_stride_t + head * beta_stride_h
     output_ptrs = output_ptr + ((batch * T + first) * H + head) * V + wide_columns
 
-    if length > 0:
+    if ONE_TOKEN:
+        q, k, v, gate, beta = _load_row(q_ptrs, k_ptrs, v_ptrs, g_ptrs, beta_ptrs, in_k, in_v)
+        state, output = advance(
+            state, q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), tl.exp2(gate), beta.to(tl.float32)
+        )
+        tl.store(output_ptrs, (output * scale).to(output_ptr.dtype.element_ty), mask=in_v)
+    elif length > 0:
         # A row takes longer to arrive than a token takes to work on: rows are asked for two tokens ahead. The last
         # tokens ask for the last row again, since nothing past the sequence's end may be read.
         q, k, v, gate, beta = _load_row(q_ptrs, k_ptrs, v_ptrs, g_ptrs, beta_ptrs, in_k, in_v)
@@ -343,7 +354,8 @@ def launch_recurrent_kda(
         initial_state = initial_state.clone(memory_format=torch.contiguous_format)
     if config is None:
         one_token = batch * tokens <= sequences
-        config = recurrent_config(key_width, value_width, sequences * heads, one_token)
+        config = recurrent_config(key_width, value_width, sequences * heads, one_token, cu_seqlens is not None)
+    unrolled = config.unrolled and cu_seqlens is None and tokens == 1
     blocks = cdiv(value_width, config.block_v)
     with on_device(q):
         _recurrent_kda_kernel[(sequences * heads * blocks,)](
@@ -371,7 +383,10 @@ def launch_recurrent_kda(
             BLOCK_K=block_k(key_width),
             BLOCK_V=config.block_v,
             PACKED=cu_seqlens is not None,
+            ONE_TOKEN=unrolled,
             num_warps=config.num_warps,
+            maxnreg=config.registers,
+            **dependent_launch(q, unrolled),
             enable_fp_fusion=_fused(key_width),
         )
     return output, final_state

@@ -20,7 +20,7 @@ from titan_kda.kernels import (
     recurrent_kda_step,
     softplus_gate_cumsum,
 )
-from titan_kda.kernels.configs import RecurrentConfig
+from titan_kda.kernels.configs import RecurrentConfig, recurrent_config
 from titan_kda.kernels.recurrent import launch_recurrent_kda
 from titan_kda.kernels.reference import naive_recurrent_kda, naive_recurrent_kda_step
 
@@ -183,6 +183,26 @@ def assert_tiles_agree(key_width, value_width, tokens, row):
 
 def test_tiles_change_no_bit():
     assert_tiles_agree(16, 40, 2, "fp32")
+
+
+UNROLLED = [RecurrentConfig(*tile, unrolled=True) for tile in ((32, 2), (64, 4, 128))]
+
+
+def assert_one_token_is_a_scans(inputs, config=None):
+    """One token at a time without the loop, against one call with it: the same bits."""
+    initial = inputs.pop("initial_state")
+    output, state = launch_recurrent_kda(*inputs.values(), initial, None, True, RecurrentConfig(16, 1))
+    handed = initial
+    for t in range(output.shape[1]):
+        one = [x[:, t : t + 1] for x in inputs.values()]
+        got, handed = launch_recurrent_kda(*one, handed, None, True, config)
+        assert torch.equal(got, output[:, t : t + 1]), t
+    assert torch.equal(handed, state)
+
+
+@pytest.mark.parametrize("config", UNROLLED)
+def test_one_token_without_a_loop(config):
+    assert_one_token_is_a_scans(recurrence_inputs(1, 2, 1, 40, 64), config)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -908,3 +928,14 @@ def test_gpu_debug_runs_assert_on_the_device(what):
             assert "assert" in run.stderr.lower(), run.stderr[-2000:]
         else:
             assert run.returncode == 0 and "ended" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ["bf16", "fp32"])
+@pytest.mark.parametrize("key_width,value_width", [(128, 128), (64, 64), (100, 200), (40, 72)])
+@pytest.mark.parametrize("sequences", [4, 64])
+def test_gpu_one_token_without_a_loop(sequences, key_width, value_width, row):
+    """The tiles that the number of rows chooses."""
+    rows = sequences * 32
+    assert recurrent_config(key_width, value_width, rows, True, False).unrolled
+    assert_one_token_is_a_scans(recurrence_inputs(sequences, 3, 32, key_width, value_width, row))
