@@ -77,6 +77,9 @@ def scan_sequence(
     for chunk in tl.range(0, tl.cdiv(length, 64), num_stages=STAGES):
         rows = length - chunk * 64
         rounded = state.to(OPERAND)
+        row_scale = scale
+        if Q_NORM:  # asked for before the products that it waits for
+            row_scale = scale * tl.load(q_scale + row * H, mask=row < rows, other=0.0)
         w_tile = load_rows(w, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
         u_tile = load_rows(u, row, rows, value, WIDTH_V, H * WIDTH_V, False)
         written = (u_tile.to(tl.float32) - matmul(w_tile, rounded, PRECISION)).to(OPERAND)
@@ -87,9 +90,6 @@ def scan_sequence(
         if OUTPUT:
             q_tile = load_rows(q_decayed, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
             scores = load_rows(a_qk, row, rows, token, 64, H * 64, False)
-            row_scale = scale
-            if Q_NORM:
-                row_scale = scale * tl.load(q_scale + row * H, mask=row < rows, other=0.0)
             out = output_tile(q_tile, rounded, scores, written, row_scale, PRECISION)
             tl.store(
                 output + row * (H * V) + value, out.to(output.dtype.element_ty), mask=(row < rows) & (value < V)
