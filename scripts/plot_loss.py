@@ -1,10 +1,13 @@
-"""Draws a run's loss curve from its TensorBoard files: training, validation, and the entropies of simple byte models.
+"""Draws loss curves: a run's, from its TensorBoard files, beside the entropies of simple byte models; or the variants'
+of scripts/train_compare.py, from its JSON file, as averages of 20 steps and each one's distance from the first.
 
 python scripts/plot_loss.py outputs/kda_debug docs/images/kda_debug.png
+python scripts/plot_loss.py curves.json docs/images/kda_340m.png
 """
 
 import argparse
 import itertools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -39,12 +42,34 @@ def byte_entropies(longest: int = 3) -> list[float]:
     return [after - before for before, after in itertools.pairwise(joint)]
 
 
+def draw_variants(results: dict[str, dict], image: Path, title: str, width: int = 20) -> None:
+    figure, (above, below) = plt.subplots(2, figsize=(7, 5.5), layout="constrained", sharex=True, height_ratios=[3, 1])
+    first = None
+    for name, result in results.items():
+        losses = result["losses"]
+        own = min(width, len(losses))
+        averages = [sum(losses[i - own : i]) / own for i in range(own, len(losses) + 1)]
+        first = averages if first is None else first
+        steps = range(own, len(losses) + 1)
+        above.plot(steps, averages, label=name, linewidth=1)
+        below.plot(steps[: len(first)], [one - other for one, other in zip(averages, first)], linewidth=1)
+    above.set(ylabel=f"loss, nats, average of {width} steps", title=title)
+    above.legend()
+    below.set(xlabel="step", ylabel="from the first")
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=130)
+    print(image)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's dump_folder")
+    parser.add_argument("run", type=Path, help="the run's dump_folder, or train_compare.py's JSON file")
     parser.add_argument("image", type=Path, help="the picture to write")
     parser.add_argument("--title", default="KDA on the Python standard library")
     args = parser.parse_args()
+    if args.run.is_file():
+        draw_variants(json.loads(args.run.read_text()), args.image, args.title)
+        return
 
     found = curves(args.run)
     if "loss_metrics/global_avg_loss" not in found:
