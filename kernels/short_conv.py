@@ -4,7 +4,9 @@ Source: Kimi Linear, arXiv 2510.26692. Per channel, y[t] = act(sum_w weight[w] x
 nothing, with the rows before a sequence's first taken from its initial state or zero. A program owns a span of tokens
 of one sequence and BLOCK channels. It walks the span row by row with the last W - 1 rows in registers, each thread on
 channels of its own, ROWS rows loaded ahead of their use: x is read once (and W - 1 rows more a span) and the output
-written once, 4 bytes an element in bf16.
+written once, 4 bytes an element in bf16. The walk goes by whole groups of ROWS rows, which need no masks; the rows that
+a sequence's end leaves over come one by one. C is a constant of the kernels: in a row-major tensor a group is then one
+address and constant offsets.
 
 The backward walks the same way. At row t it recomputes y's preactivation, turns the output's gradient into the
 preactivation's, dy[t], and with the last W of those finishes the row u = t - (W - 1): dx[u] = sum_j weight[W - 1 - j]
@@ -63,6 +65,41 @@ def load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.cons
 
 
 @triton.jit
+def _load_own_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr, WORDS: tl.constexpr):
+    """The same. WORDS: four taps of 16 bits, at a multiple of 8 bytes, are one word, so that each thread reads just its
+    own channels': no exchange, and no barrier for the rows' loads to wait behind."""
+    if WORDS:
+        words = tl.load(weight_ptr.to(tl.pointer_type(tl.int64)) + channels, mask=in_channels, other=0)
+        taps = ()
+        for w in tl.static_range(W):
+            tap = (words >> (16 * w)).to(tl.int16).to(weight_ptr.dtype.element_ty, bitcast=True)
+            taps = taps + (tap.to(tl.float32),)
+        return taps
+    else:
+        return load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+
+
+@triton.jit
+def _load_group(ptrs, stride, in_channels, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """ROWS rows, all of them there. EVEN: so are all channels."""
+    loaded = ()
+    for r in tl.static_range(ROWS):
+        if EVEN:
+            loaded = loaded + (tl.load(ptrs + r * stride),)
+        else:
+            loaded = loaded + (tl.load(ptrs + r * stride, mask=in_channels, other=0.0),)
+    return loaded
+
+
+@triton.jit
+def _store_row(ptrs, row, in_channels, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(ptrs, row)
+    else:
+        tl.store(ptrs, row, mask=in_channels)
+
+
+@triton.jit
 def _filtered(taps, run, r: tl.constexpr, W: tl.constexpr):
     """sum_w taps[w] run[r + w]. The fused operations are spelled out: left to the compiler, the first two products may
     be fused in either order, in one unrolled row so and in another not, and a row's bits would depend on its place."""
@@ -79,6 +116,13 @@ def _pulled(taps, run, r: tl.constexpr, W: tl.constexpr):
     for j in tl.static_range(1, W):
         dx = tl.fma(taps[W - 1 - j], run[r + j], dx)
     return dx
+
+
+@triton.jit
+def _activated(y, SILU: tl.constexpr):
+    if SILU:
+        y = y * logistic(y * _LOG2_E)
+    return y
 
 
 @triton.jit
@@ -117,63 +161,75 @@ def _causal_conv1d_kernel(
     state_stride_c,
     T,
     N,
-    C,
+    C: tl.constexpr,
     W: tl.constexpr,
     W_PAD: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr,  # ROWS divides it
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     PACKED: tl.constexpr,
+    WORDS: tl.constexpr,
+    X_ROW_MAJOR: tl.constexpr,  # x's rows are C apart
 ):
     pid = tl.program_id(0)
-    blocks = tl.cdiv(C, BLOCK)
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    EVEN: tl.constexpr = C % BLOCK == 0
     sequence, batch, begin, length, position = locate_span(pid // blocks, cu_seqlens_ptr, T, N, SPAN, PACKED)
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    in_channels = channels < C
+    in_channels = tl.full([BLOCK], True, tl.int1) if EVEN else channels < C
     wide_channels = channels.to(tl.int64)
+    x_stride = C if X_ROW_MAJOR else x_stride_t
     sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
     state_ptrs = initial_state_ptr
     if HAS_INITIAL:
         state_ptrs += sequence * state_stride_n + wide_channels * state_stride_c
 
+    rows = tl.maximum(tl.minimum(length - position, SPAN), 0)
+    whole = rows // ROWS * ROWS
+    start = position.to(tl.int64)
+    x_ptrs = sequence_ptrs + start * x_stride
+    output_ptrs = output_ptr + (batch * T + begin + start) * C + channels
+    ahead = load_rows(x_ptrs, x_stride, 0 * start, 0, whole, in_channels, ROWS)
     window = ()
     for w in tl.static_range(W - 1):
         p = position - (W - 1) + w
-        row = _row(sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
+        row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
         window = window + (row.to(tl.float32),)
-    taps = load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
 
-    rows = tl.minimum(length - position, SPAN)
-    start = position.to(tl.int64)
-    output_ptrs = output_ptr + (batch * T + begin) * C + channels
-    ahead = load_rows(sequence_ptrs, x_stride_t, start, 0, rows, in_channels, ROWS)
-    for base in range(0, rows, ROWS):
+    for base in range(0, whole, ROWS):
         loaded = ahead
-        ahead = load_rows(sequence_ptrs, x_stride_t, start, base + ROWS, rows, in_channels, ROWS)
+        following = tl.minimum(base + ROWS, whole - ROWS).to(tl.int64)  # at the end the last group, once more
+        ahead = _load_group(x_ptrs + following * x_stride, x_stride, in_channels, ROWS, EVEN)
         run = window
         for r in tl.static_range(ROWS):
             run = run + (loaded[r].to(tl.float32),)
+        group_ptrs = output_ptrs + tl.cast(base, tl.int64) * C
         for r in tl.static_range(ROWS):
-            y = _filtered(taps, run, r, W)
-            if SILU:
-                y = y * logistic(y * _LOG2_E)
-            y = y.to(output_ptr.dtype.element_ty)
-            tl.store(output_ptrs + (start + base + r) * C, y, mask=mask_if(in_channels, base + r < rows))
+            y = _activated(_filtered(taps, run, r, W), SILU)
+            _store_row(group_ptrs + r * C, y.to(output_ptr.dtype.element_ty), in_channels, EVEN)
         window = ()
         for w in tl.static_range(W - 1):
             window = window + (run[ROWS + w],)
+
+    for base in range(whole, rows):
+        t = tl.cast(base, tl.int64)
+        run = window + (tl.load(x_ptrs + t * x_stride, mask=in_channels, other=0.0).to(tl.float32),)
+        y = _activated(_filtered(taps, run, 0, W), SILU)
+        tl.store(output_ptrs + t * C, y.to(output_ptr.dtype.element_ty), mask=in_channels)
+        window = ()
+        for w in tl.static_range(W - 1):
+            window = window + (run[1 + w],)
 
     if HAS_FINAL:  # written where the sequence ends; an empty one has its first span for that
         if (position + SPAN >= length) & ((position == 0) | (position < length)):
             final_ptrs = final_state_ptr + sequence * ((W - 1) * C) + channels
             for w in tl.static_range(W - 1):
                 p = length - (W - 1) + w
-                row = _row(
-                    sequence_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL
-                )
+                row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
                 tl.store(final_ptrs + w * C, row, mask=in_channels)
 
 
@@ -184,10 +240,10 @@ def _finish_row(
     rows,
     position,
     length,
-    dx_ptrs,  # row 0 of the sequence
+    dx_ptrs,  # row 0 of the span
     dfinal_ptrs,  # row 0 of the final state's gradient
     dinitial_ptrs,  # row 0 of the initial state's gradient
-    C,
+    C: tl.constexpr,
     dfinal_stride_w,
     in_channels,
     W: tl.constexpr,
@@ -202,7 +258,7 @@ def _finish_row(
         mask = mask_if(in_channels, (final_row >= 0) & (final_row < W - 1) & (own | (u < 0)))
         dx += tl.load(dfinal_ptrs + final_row * dfinal_stride_w, mask=mask, other=0.0).to(tl.float32)
     dx = dx.to(dx_ptrs.dtype.element_ty)
-    tl.store(dx_ptrs + u.to(tl.int64) * C, dx, mask=mask_if(in_channels, own))
+    tl.store(dx_ptrs + tl.cast(v, tl.int64) * C, dx, mask=mask_if(in_channels, own))
     if HAS_INITIAL:
         tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, u < 0))
 
@@ -232,9 +288,9 @@ def _causal_conv1d_backward_kernel(
     state_stride_c,
     T,
     N,
-    C,
     slots,
     workers,
+    C: tl.constexpr,
     W: tl.constexpr,
     W_PAD: tl.constexpr,
     SPAN: tl.constexpr,
@@ -244,22 +300,29 @@ def _causal_conv1d_backward_kernel(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     PACKED: tl.constexpr,
+    WORDS: tl.constexpr,
+    X_ROW_MAJOR: tl.constexpr,  # x's rows are C apart
+    GRAD_ROW_MAJOR: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    blocks = tl.cdiv(C, BLOCK)
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    EVEN: tl.constexpr = C % BLOCK == 0
     worker = pid // blocks
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    in_channels = channels < C
+    in_channels = tl.full([BLOCK], True, tl.int1) if EVEN else channels < C
     wide_channels = channels.to(tl.int64)
-    taps = load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    x_stride = C if X_ROW_MAJOR else x_stride_t
+    grad_stride = C if GRAD_ROW_MAJOR else grad_stride_t
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
     for slot in range(worker, slots, workers):
         sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED)
-        x_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
-        grad_ptrs = grad_ptr + batch * grad_stride_b + begin * grad_stride_t + wide_channels * grad_stride_c
-        dx_ptrs = dx_ptr + (batch * T + begin) * C + channels
+        start = position.to(tl.int64)
+        sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
+        x_ptrs = sequence_ptrs + start * x_stride
+        grad_ptrs = grad_ptr + batch * grad_stride_b + (begin + start) * grad_stride + wide_channels * grad_stride_c
+        dx_ptrs = dx_ptr + (batch * T + begin + start) * C + channels
         state_ptrs = initial_state_ptr
         dinitial_ptrs = dinitial_ptr
         dfinal_ptrs = dfinal_ptr
@@ -269,26 +332,32 @@ def _causal_conv1d_backward_kernel(
         if HAS_FINAL:
             dfinal_ptrs += sequence * dfinal_stride_n + wide_channels * dfinal_stride_c
 
-        rows = tl.maximum(tl.minimum(length - position, SPAN), 0)
+        left = tl.maximum(length - position, 0)  # of the sequence, from the span's first row on
+        rows = tl.minimum(left, SPAN)
+        whole = rows // ROWS * ROWS
+        x_ahead = load_rows(x_ptrs, x_stride, 0 * start, 0, whole, in_channels, ROWS)
+        grad_ahead = load_rows(grad_ptrs, grad_stride, 0 * start, 0, whole, in_channels, ROWS)
         window = ()  # x at the W - 1 rows before
         pulls = ()  # the preactivation's gradient there; before the span it is not needed
         for w in tl.static_range(W - 1):
             p = position - (W - 1) + w
-            row = _row(x_ptrs, state_ptrs, p, length, x_stride_t, state_stride_w, in_channels, W, HAS_INITIAL)
+            row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
             window = window + (row.to(tl.float32),)
             pulls = pulls + (tl.zeros([BLOCK], tl.float32),)
+        taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
 
-        start = position.to(tl.int64)
-        x_ahead = load_rows(x_ptrs, x_stride_t, start, 0, rows, in_channels, ROWS)
-        grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, 0, rows, in_channels, ROWS)
-        for base in range(0, rows, ROWS):
-            # Only a sequence's last span has rows below ROWS left, and what is past them is past the sequence.
+        for base in range(0, whole, ROWS):
             xs = x_ahead
             grads = grad_ahead
-            x_ahead = load_rows(x_ptrs, x_stride_t, start, base + ROWS, rows, in_channels, ROWS)
-            grad_ahead = load_rows(grad_ptrs, grad_stride_t, start, base + ROWS, rows, in_channels, ROWS)
+            # After a span's last group come the rows that finish its last ones. After a sequence's there are none: its
+            # last ROWS rows are read once more.
+            following = tl.minimum(base + ROWS, left - ROWS).to(tl.int64)
+            x_ahead = _load_group(x_ptrs + following * x_stride, x_stride, in_channels, ROWS, EVEN)
+            grad_ahead = _load_group(grad_ptrs + following * grad_stride, grad_stride, in_channels, ROWS, EVEN)
             run = window
             pull_run = pulls
+            first = tl.cast(base, tl.int64) - (W - 1)  # of the rows that this turn finishes
+            group_ptrs = dx_ptrs + first * C
             for r in tl.static_range(ROWS):
                 run = run + (xs[r].to(tl.float32),)
                 dy = _preactivation_grad(grads[r].to(tl.float32), _filtered(taps, run, r, W), SILU)
@@ -297,41 +366,71 @@ def _causal_conv1d_backward_kernel(
                 for w in tl.static_range(W):
                     new_sums = new_sums + (tl.fma(dy, run[r + w], sums[w]),)
                 sums = new_sums
-                _finish_row(
-                    _pulled(taps, pull_run, r, W),
-                    base + (r - (W - 1)),
-                    rows,
-                    position,
-                    length,
-                    dx_ptrs,
-                    dfinal_ptrs,
-                    dinitial_ptrs,
-                    C,
-                    dfinal_stride_w,
-                    in_channels,
-                    W,
-                    HAS_INITIAL,
-                    HAS_FINAL,
-                )
+                dx = _pulled(taps, pull_run, r, W).to(dx_ptr.dtype.element_ty)
+                if r < W - 1:  # perhaps a row before the span: another's, or the initial state's
+                    tl.store(group_ptrs + r * C, dx, mask=mask_if(in_channels, first + r >= 0))
+                    if HAS_INITIAL:
+                        u = start + first + r
+                        tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, u < 0))
+                else:
+                    _store_row(group_ptrs + r * C, dx, in_channels, EVEN)
             window = ()
             pulls = ()
             for w in tl.static_range(W - 1):
                 window = window + (run[ROWS + w],)
                 pulls = pulls + (pull_run[ROWS + w],)
 
+        for base in range(whole, rows):
+            t = tl.cast(base, tl.int64)
+            run = window + (tl.load(x_ptrs + t * x_stride, mask=in_channels, other=0.0).to(tl.float32),)
+            grad = tl.load(grad_ptrs + t * grad_stride, mask=in_channels, other=0.0).to(tl.float32)
+            dy = _preactivation_grad(grad, _filtered(taps, run, 0, W), SILU)
+            pull_run = pulls + (dy,)
+            new_sums = ()
+            for w in tl.static_range(W):
+                new_sums = new_sums + (tl.fma(dy, run[w], sums[w]),)
+            sums = new_sums
+            _finish_row(
+                _pulled(taps, pull_run, 0, W),
+                base - (W - 1),
+                rows,
+                position,
+                length,
+                dx_ptrs,
+                dfinal_ptrs,
+                dinitial_ptrs,
+                C,
+                dfinal_stride_w,
+                in_channels,
+                W,
+                HAS_INITIAL,
+                False,  # the final state's rows come last, below
+            )
+            window = ()
+            pulls = ()
+            for w in tl.static_range(W - 1):
+                window = window + (run[1 + w],)
+                pulls = pulls + (pull_run[1 + w],)
+
         # The last W - 1 rows of the span, or of an empty sequence's initial state, wait for the rows after it.
-        done = tl.cdiv(rows, ROWS) * ROWS
+        here = (whole > 0) & (whole == rows) & (left >= rows + ROWS)  # the loop's last turn has loaded them
         run = window
         pull_run = pulls
         for r in tl.static_range(W - 1):
-            t = (position + done + r).to(tl.int64)
-            mask = mask_if(in_channels, position + done + r < length)
-            run = run + (tl.load(x_ptrs + t * x_stride_t, mask=mask, other=0.0).to(tl.float32),)
-            grad = tl.load(grad_ptrs + t * grad_stride_t, mask=mask, other=0.0).to(tl.float32)
-            pull_run = pull_run + (_preactivation_grad(grad, _filtered(taps, run, r, W), SILU),)
+            t = (rows + r).to(tl.int64)
+            there = rows + r < left
+            if r < ROWS:
+                there = there & (here == 0)
+            x = tl.load(x_ptrs + t * x_stride, mask=mask_if(in_channels, there), other=0.0)
+            grad = tl.load(grad_ptrs + t * grad_stride, mask=mask_if(in_channels, there), other=0.0)
+            if r < ROWS:
+                x = tl.where(here, x_ahead[r], x)
+                grad = tl.where(here, grad_ahead[r], grad)
+            run = run + (x.to(tl.float32),)
+            pull_run = pull_run + (_preactivation_grad(grad.to(tl.float32), _filtered(taps, run, r, W), SILU),)
             _finish_row(
                 _pulled(taps, pull_run, r, W),
-                done + (r - (W - 1)),
+                rows + (r - (W - 1)),
                 rows,
                 position,
                 length,
@@ -356,7 +455,7 @@ def _weight_grad_kernel(
     sums_ptr,  # [workers, W, C]
     dweight_ptr,  # [C, W]
     workers,
-    C,
+    C: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -444,9 +543,11 @@ def _causal_conv1d_step_kernel(
 
 # ---- launchers ----
 
-# Four channels a thread: 8-byte accesses in bf16. Spans are the longest; smaller work takes shorter ones.
+# Four channels a thread: 8-byte accesses in bf16. Spans are the longest; smaller work takes shorter ones. With T 8192
+# and 4,096 channels all programs are resident at once: the forward's 1,024, eight to an SM at 64 registers, and the
+# backward's 512, four to an SM at 128.
 _FORWARD = Launch(rows=4, warps=4, per_thread=4, span=64, registers=64)
-_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128)
+_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128, registers=128)
 _STEP = Launch(rows=1, warps=4, per_thread=4, span=1)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
@@ -454,6 +555,10 @@ _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums hav
 def check_taps(op, weight) -> None:
     if weight.shape[1] > MAX_TAPS:
         raise ValueError(f"{op}: the Triton path takes at most {MAX_TAPS} taps, got weight {list(weight.shape)}")
+
+
+def _in_words(weight) -> bool:
+    return weight.shape[1] == 4 and weight.element_size() == 2 and weight.data_ptr() % 8 == 0
 
 
 def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_final_state, launch=_FORWARD):
@@ -470,10 +575,11 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
         return output, final_state
+    weight = weight.contiguous()
     with on_device(x):
         _causal_conv1d_kernel[(slots * blocks,)](
             x,
-            weight.contiguous(),
+            weight,
             initial_state,
             output,
             final_state,
@@ -482,7 +588,7 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             *((0, 0, 0) if initial_state is None else initial_state.stride()),
             tokens,
             sequences,
-            channels,
+            C=channels,
             W=width,
             W_PAD=power_of_2(width),
             SPAN=span,
@@ -492,6 +598,8 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
+            WORDS=_in_words(weight),
+            X_ROW_MAJOR=x.stride(1) == channels,
             num_warps=warps,
             maxnreg=launch.registers,
         )
@@ -517,12 +625,14 @@ def _backward_triton(
         return dx, dweight.zero_(), dinitial
     workers = min(slots, _MAX_WORKERS)
     sums = torch.empty(workers, width, channels, dtype=torch.float32, device=x.device)
+    weight = weight.contiguous()
+    small = width <= 4 and x.element_size() == 2  # others would spill
     with on_device(x):
         _causal_conv1d_backward_kernel[(workers * blocks,)](
             grad,
             grad_final_state,
             x,
-            weight.contiguous(),
+            weight,
             initial_state,
             dx,
             dinitial,
@@ -534,9 +644,9 @@ def _backward_triton(
             *((0, 0, 0) if initial_state is None else initial_state.stride()),
             tokens,
             sequences,
-            channels,
             slots,
             workers,
+            C=channels,
             W=width,
             W_PAD=power_of_2(width),
             SPAN=span,
@@ -546,12 +656,15 @@ def _backward_triton(
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
+            WORDS=_in_words(weight),
+            X_ROW_MAJOR=x.stride(1) == channels,
+            GRAD_ROW_MAJOR=grad.stride(1) == channels,
             num_warps=warps,
-            maxnreg=launch.registers,
+            maxnreg=launch.registers if small else None,
         )
         columns = width * channels
-        _weight_grad_kernel[(cdiv(columns, 128),)](
-            sums, dweight, workers, channels, W=width, ROWS=64, BLOCK=128, num_warps=8
+        _weight_grad_kernel[(cdiv(columns, 64),)](
+            sums, dweight, workers, C=channels, W=width, ROWS=128, BLOCK=64, num_warps=8
         )
     return dx, dweight, dinitial
 
