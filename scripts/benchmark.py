@@ -240,7 +240,7 @@ class Bench:
         sets = [make_inputs(seed) for seed in range(min(buffer_sets(bytes_moved), most_sets))]
         calls_in_graph = max(len(sets), min(most_calls, math.ceil(200 / (bytes_moved / self.bandwidth * 1e6 + 4))))
         errors, runs = {}, {}
-        kept = []  # graphs and their outputs
+        kept = []  # graphs, their outputs, and the calls: a graph holds addresses, not the buffers that a call made
         want = reference(sets[0]) if reference is not None else None
         for contender in contenders:
             if not self.taken(contender.name) or (contender.peer and not self.peers):
@@ -256,7 +256,7 @@ class Bench:
                     try:
                         graph, outputs = capture(calls)
                         run = graph.replay
-                        kept.append((graph, outputs))
+                        kept.append((graph, outputs, calls))
                     except RuntimeError as reason:
                         if not contender.peer:
                             raise
