@@ -2,16 +2,18 @@
 
 Source: Kimi Linear, arXiv 2510.26692. Per channel, y[t] = act(sum_w weight[w] x[t - (W - 1) + w]), act being SiLU or
 nothing, with the rows before a sequence's first taken from its initial state or zero. A program owns a span of tokens
-of one sequence and BLOCK channels. It walks the span row by row with the last W - 1 rows in registers, each thread on
-channels of its own, ROWS rows loaded ahead of their use: x is read once (and W - 1 rows more a span) and the output
-written once, 4 bytes an element in bf16. The walk goes by whole groups of ROWS rows, which need no masks; the rows that
-a sequence's end leaves over come one by one. C is a constant of the kernels: in a row-major tensor a group is then one
-address and constant offsets.
+of one sequence and BLOCK channels, each thread channels of its own. C is a constant of the kernels: in a row-major
+tensor a group of rows is then one address and constant offsets.
 
-The backward walks the same way. At row t it recomputes y's preactivation, turns the output's gradient into the
-preactivation's, dy[t], and with the last W of those finishes the row u = t - (W - 1): dx[u] = sum_j weight[W - 1 - j]
-dy[u + j]. So a span reads W - 1 rows past its end too. x, the gradient and dx are 6 bytes an element. A program sums
-the weight's gradient over its spans, and a second, small kernel adds the programs' sums in a fixed order.
+The forward's spans are short: all rows and the W - 1 before them are asked for at once, and the many programs of an SM
+hide each other's waiting. x is read once (W - 1 rows of 16 twice, the second time from the cache) and the output
+written once, 4 bytes an element in bf16.
+
+The backward walks long spans by whole groups of ROWS rows, which need no masks, loaded a group ahead of their use; the
+rows that a sequence's end leaves over come one by one. At row t it recomputes y's preactivation, turns the output's
+gradient into the preactivation's, dy[t], and with the last W of those finishes the row u = t - (W - 1): dx[u] = sum_j
+weight[W - 1 - j] dy[u + j]. So a span reads W - 1 rows past its end too; x, the gradient and dx are 6 bytes an element.
+A program sums the weight's gradient over its spans; a second, small kernel adds the programs' sums in a fixed order.
 """
 
 # ruff: noqa: RUF005 (Triton has no starred tuples)
@@ -164,8 +166,8 @@ def _causal_conv1d_kernel(
     C: tl.constexpr,
     W: tl.constexpr,
     W_PAD: tl.constexpr,
-    SPAN: tl.constexpr,  # ROWS divides it
-    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,  # at a sequence's ends
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
@@ -188,41 +190,37 @@ def _causal_conv1d_kernel(
         state_ptrs += sequence * state_stride_n + wide_channels * state_stride_c
 
     rows = tl.maximum(tl.minimum(length - position, SPAN), 0)
-    whole = rows // ROWS * ROWS
     start = position.to(tl.int64)
     x_ptrs = sequence_ptrs + start * x_stride
     output_ptrs = output_ptr + (batch * T + begin + start) * C + channels
-    ahead = load_rows(x_ptrs, x_stride, 0 * start, 0, whole, in_channels, ROWS)
-    window = ()
-    for w in tl.static_range(W - 1):
-        p = position - (W - 1) + w
-        row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
-        window = window + (row.to(tl.float32),)
-    taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
-
-    for base in range(0, whole, ROWS):
-        loaded = ahead
-        following = tl.minimum(base + ROWS, whole - ROWS).to(tl.int64)  # at the end the last group, once more
-        ahead = _load_group(x_ptrs + following * x_stride, x_stride, in_channels, ROWS, EVEN)
-        run = window
-        for r in tl.static_range(ROWS):
+    if (rows == SPAN) & (position >= W - 1):  # all rows at once, those before the span among them
+        taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
+        loaded = _load_group(x_ptrs - (W - 1) * x_stride, x_stride, in_channels, SPAN + (W - 1), EVEN)
+        run = ()
+        for r in tl.static_range(SPAN + W - 1):
             run = run + (loaded[r].to(tl.float32),)
-        group_ptrs = output_ptrs + tl.cast(base, tl.int64) * C
-        for r in tl.static_range(ROWS):
+        for r in tl.static_range(SPAN):
             y = _activated(_filtered(taps, run, r, W), SILU)
-            _store_row(group_ptrs + r * C, y.to(output_ptr.dtype.element_ty), in_channels, EVEN)
+            _store_row(output_ptrs + r * C, y.to(output_ptr.dtype.element_ty), in_channels, EVEN)
+    else:  # a sequence's ends
+        taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
         window = ()
         for w in tl.static_range(W - 1):
-            window = window + (run[ROWS + w],)
-
-    for base in range(whole, rows):
-        t = tl.cast(base, tl.int64)
-        run = window + (tl.load(x_ptrs + t * x_stride, mask=in_channels, other=0.0).to(tl.float32),)
-        y = _activated(_filtered(taps, run, 0, W), SILU)
-        tl.store(output_ptrs + t * C, y.to(output_ptr.dtype.element_ty), mask=in_channels)
-        window = ()
-        for w in tl.static_range(W - 1):
-            window = window + (run[1 + w],)
+            p = position - (W - 1) + w
+            row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
+            window = window + (row.to(tl.float32),)
+        for base in range(0, rows, ROWS):
+            loaded = load_rows(x_ptrs, x_stride, 0 * start, base, rows, in_channels, ROWS)
+            run = window
+            for r in tl.static_range(ROWS):
+                run = run + (loaded[r].to(tl.float32),)
+            for r in tl.static_range(ROWS):
+                y = _activated(_filtered(taps, run, r, W), SILU)
+                mask = mask_if(in_channels, base + r < rows)
+                tl.store(output_ptrs + tl.cast(base + r, tl.int64) * C, y.to(output_ptr.dtype.element_ty), mask=mask)
+            window = ()
+            for w in tl.static_range(W - 1):
+                window = window + (run[ROWS + w],)
 
     if HAS_FINAL:  # written where the sequence ends; an empty one has its first span for that
         if (position + SPAN >= length) & ((position == 0) | (position < length)):
@@ -543,10 +541,10 @@ def _causal_conv1d_step_kernel(
 
 # ---- launchers ----
 
-# Four channels a thread: 8-byte accesses in bf16. Spans are the longest; smaller work takes shorter ones. With T 8192
-# and 4,096 channels all programs are resident at once: the forward's 1,024, eight to an SM at 64 registers, and the
-# backward's 512, four to an SM at 128.
-_FORWARD = Launch(rows=4, warps=4, per_thread=4, span=64, registers=64)
+# Four channels a thread: 8-byte accesses in bf16. The backward's span is the longest; smaller work takes shorter ones.
+# With T 8192 and 4,096 channels its 512 programs are resident at once, four to an SM at 128 registers; the forward's
+# 4,096 take six turns.
+_FORWARD = Launch(rows=4, warps=4, per_thread=4, span=16, registers=80)
 _BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128, registers=128)
 _STEP = Launch(rows=1, warps=4, per_thread=4, span=1)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
@@ -555,6 +553,11 @@ _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums hav
 def check_taps(op, weight) -> None:
     if weight.shape[1] > MAX_TAPS:
         raise ValueError(f"{op}: the Triton path takes at most {MAX_TAPS} taps, got weight {list(weight.shape)}")
+
+
+def _small(x, width) -> bool:
+    """Whether the rows fit the registers that a launch allows; others would spill."""
+    return width <= 4 and x.element_size() == 2
 
 
 def _in_words(weight) -> bool:
@@ -601,7 +604,7 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             WORDS=_in_words(weight),
             X_ROW_MAJOR=x.stride(1) == channels,
             num_warps=warps,
-            maxnreg=launch.registers,
+            maxnreg=launch.registers if _small(x, width) else None,
         )
     return output, final_state
 
@@ -626,7 +629,6 @@ def _backward_triton(
     workers = min(slots, _MAX_WORKERS)
     sums = torch.empty(workers, width, channels, dtype=torch.float32, device=x.device)
     weight = weight.contiguous()
-    small = width <= 4 and x.element_size() == 2  # others would spill
     with on_device(x):
         _causal_conv1d_backward_kernel[(workers * blocks,)](
             grad,
@@ -660,7 +662,7 @@ def _backward_triton(
             X_ROW_MAJOR=x.stride(1) == channels,
             GRAD_ROW_MAJOR=grad.stride(1) == channels,
             num_warps=warps,
-            maxnreg=launch.registers if small else None,
+            maxnreg=launch.registers if _small(x, width) else None,
         )
         columns = width * channels
         _weight_grad_kernel[(cdiv(columns, 64),)](
