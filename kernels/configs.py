@@ -131,11 +131,19 @@ class OutputConfig:
 
 
 def output_config(
-    padded_key_width: int, value_width: int, chunk_size: int, full_precision: bool, block_v: int | None
+    padded_key_width: int,
+    value_width: int,
+    chunk_size: int,
+    full_precision: bool,
+    from_keys: bool,
+    block_v: int | None,
 ) -> OutputConfig:
     """``block_v`` is the caller's wish, or None; where 128 values do not fit shared memory, it is met in blocks of 64.
+    ``from_keys``: the weights are made from k, not given.
 
-    The cap on registers is as much a floor: ptxas takes what it allows to have more loads on their way at once.
+    The cap on registers is as much a floor: ptxas takes what it allows to have more loads on their way at once. Which
+    one is best goes with the form: without one, three programs of the gk form share a multiprocessor, and more loads
+    each lose; with keys, two programs that load all at once are best. An H200's, docs/performance/output.md.
     """
     small = padded_key_width <= 128 and chunk_size <= 64 and not full_precision
     if block_v is None:
@@ -144,4 +152,5 @@ def output_config(
         block_v = min(block_v, 64)
     if not small:
         return OutputConfig(block_v, num_warps=8, step_k=64 if full_precision else 256)
-    return OutputConfig(block_v, num_warps=4, registers=168)
+    registers = {(128, True): 200, (128, False): None, (64, True): 128}.get((block_v, from_keys), 168)
+    return OutputConfig(block_v, num_warps=4, registers=registers)

@@ -261,7 +261,8 @@ def launch_chunk_output(
         h_strides = (value_width, 1)
     width_k = block_width(key_width)
     if config is None:
-        config = configs.output_config(width_k, value_width, chunk_size, dtype == torch.float32, block_v)
+        full = dtype == torch.float32
+        config = configs.output_config(width_k, value_width, chunk_size, full, a_qk is None, block_v)
     total = chunks * heads * cdiv(value_width, config.block_v)
     programs = total
     if config.stages is not None:
