@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     u: Tensor  # [B, T, H, BV]
     a_qk: Tensor  # [B, T, H, 64], not scaled
     a_inv: Tensor | None  # [B, T, H, 64]
-    q_scale: Tensor | None  # [B, T, H], FP32
+    q_scale: Tensor | None  # [H, B * T], FP32: a chunk reads it along its rows
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def prepare_kernel(
     if SAVE_INVERSE:
         a_inv += first * 64
     if Q_NORM:
-        q_scale += first
+        q_scale += tl.cast(head, tl.int64) * (T if PACKED else tl.cast(T, tl.int64) * N) + start
     # The scores of k stay in u's place until u is known: in FP16, as the inverse's products take them.
     scores = u
     if not FULL:
@@ -188,7 +188,7 @@ def prepare(
         u=table(width_v),
         a_qk=table(CHUNK),
         a_inv=table(CHUNK) if save_inverse else None,
-        q_scale=torch.empty(batch, tokens, heads, dtype=torch.float32, device=q.device) if fuse_q_l2norm else None,
+        q_scale=torch.empty(heads, batch * tokens, dtype=torch.float32, device=q.device) if fuse_q_l2norm else None,
     )
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch

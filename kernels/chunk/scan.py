@@ -65,7 +65,8 @@ def scan_sequence(
     gate += first * K
     output += first * V
     v_new += first * WIDTH_V
-    q_scale += first
+    if Q_NORM:
+        q_scale += head.to(tl.int64) * (T if PACKED else tl.cast(T, tl.int64) * N) + begin
     h += (slot.to(tl.int64) * H + head) * WIDTH_K * WIDTH_V + tl.arange(0, WIDTH_K)[:, None] * WIDTH_V + value
 
     state = tl.zeros((WIDTH_K, BV), tl.float32)
@@ -79,7 +80,8 @@ def scan_sequence(
         rounded = state.to(OPERAND)
         row_scale = scale
         if Q_NORM:  # asked for before the products that it waits for
-            row_scale = scale * tl.load(q_scale + row * H, mask=row < rows, other=0.0)
+            line = tl.arange(0, 64)
+            row_scale = scale * tl.load(q_scale + line, mask=line < rows, other=0.0)[:, None]
         w_tile = load_rows(w, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
         u_tile = load_rows(u, row, rows, value, WIDTH_V, H * WIDTH_V, False)
         written = (u_tile.to(tl.float32) - matmul(w_tile, rounded, PRECISION)).to(OPERAND)
@@ -97,7 +99,7 @@ def scan_sequence(
             q_decayed += 64 * tl.cast(H * WIDTH_K, tl.int64)
             a_qk += 64 * tl.cast(H * 64, tl.int64)
             output += 64 * tl.cast(H * V, tl.int64)
-            q_scale += 64 * H
+            q_scale += 64
         k_tile = load_rows(k_decayed, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
         last = gate + (tl.minimum(rows, 64) - 1) * (H * K) + tl.arange(0, WIDTH_K)
         state = state * tl.exp2(tl.load(last, mask=tl.arange(0, WIDTH_K) < K, other=0.0))[:, None]

@@ -76,7 +76,7 @@ def score_levels(
     store_rows(lower, k_scores, row, rows, stride_l, FIRST + j)
     if Q_NORM:
         line = FIRST + tl.arange(0, 32)
-        tl.store(q_scale + line * H, tl.rsqrt(square + 1e-6), mask=line < rows)
+        tl.store(q_scale + line, tl.rsqrt(square + 1e-6), mask=line < rows)
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def store_scores(
 
 
 @triton.jit
-def store_scale(q_scale, square, rows, H, FIRST: tl.constexpr):
+def store_scale(q_scale, square, rows, FIRST: tl.constexpr):
     line = FIRST + tl.arange(0, 16)
-    tl.store(q_scale + line * H, tl.rsqrt(square + 1e-6), mask=line < rows)
+    tl.store(q_scale + line, tl.rsqrt(square + 1e-6), mask=line < rows)
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def score_blocks(
     store_rows(a_qk, above, i, rows, stride_a, 16 + j)
     store_rows(a_qk, above, 32 + i, rows, stride_a, 48 + j)
     if Q_NORM:
-        store_scale(q_scale, n0, rows, H, 0)
-        store_scale(q_scale, n1, rows, H, 16)
-        store_scale(q_scale, n2, rows, H, 32)
-        store_scale(q_scale, n3, rows, H, 48)
+        store_scale(q_scale, n0, rows, 0)
+        store_scale(q_scale, n1, rows, 16)
+        store_scale(q_scale, n2, rows, 32)
+        store_scale(q_scale, n3, rows, 48)
