@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jobs
 import pytest
@@ -224,6 +225,17 @@ def train(folder, settings, args=(), processes=1, seed_checkpoint=None):
     return jobs.log_of(run)
 
 
+def train_layouts(tmp_path_factory, settings, seed_checkpoint):
+    """Every layout's folder and log, trained at once: a job hardly keeps a GPU busy, and takes a while to start."""
+    folders = {layout: tmp_path_factory.mktemp("layout") for layout in LAYOUTS}
+    with ThreadPoolExecutor(len(LAYOUTS)) as pool:
+        logs = {
+            layout: pool.submit(train, folders[layout], settings, args, processes, seed_checkpoint)
+            for layout, (args, processes) in LAYOUTS.items()
+        }
+    return {layout: (folders[layout], log.result()) for layout, log in logs.items()}
+
+
 @two_gpus
 def test_layouts_follow_one_curve(tmp_path_factory, seed_checkpoint):
     """Mean |difference of the 20-step average loss| under 0.02 nats; bf16, and FP32 under TP alone, from one start.
@@ -232,8 +244,7 @@ def test_layouts_follow_one_curve(tmp_path_factory, seed_checkpoint):
     """
     settings = SETTINGS | {"training.steps": 40, "generation.enable": False, "validation.enable": False}
     curves = {}
-    for layout, (args, processes) in LAYOUTS.items():
-        log = train(tmp_path_factory.mktemp("layout"), settings, args, processes, seed_checkpoint)
+    for layout, (_, log) in train_layouts(tmp_path_factory, settings, seed_checkpoint).items():
         losses = [loss for _, loss in sorted(jobs.losses(log).items())]
         assert len(losses) == 40
         curves[layout] = torch.tensor(losses).unfold(0, 20, 1).mean(1)
@@ -251,9 +262,6 @@ def test_fp32_samples_are_the_same_text_on_every_layout(tmp_path_factory, seed_c
         "generation.max_new_tokens": 32,
         "checkpoint.interval": 1000,
     }
-    files = {}
-    for layout, (args, processes) in LAYOUTS.items():
-        folder = tmp_path_factory.mktemp("samples")
-        train(folder, settings, args, processes, seed_checkpoint)
-        files[layout] = (folder / "run" / "samples" / "step-1.jsonl").read_text()
+    trained = train_layouts(tmp_path_factory, settings, seed_checkpoint)
+    files = {name: (folder / "run" / "samples" / "step-1.jsonl").read_text() for name, (folder, _) in trained.items()}
     assert files["one"].count("\n") == 2 and files == dict.fromkeys(files, files["one"])
