@@ -1,5 +1,6 @@
 """The model, generation and jobs on GPUs: what the CPU's tests cannot see."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -265,3 +266,25 @@ def test_fp32_samples_are_the_same_text_on_every_layout(tmp_path_factory, seed_c
     trained = train_layouts(tmp_path_factory, settings, seed_checkpoint)
     files = {name: (folder / "run" / "samples" / "step-1.jsonl").read_text() for name, (folder, _) in trained.items()}
     assert files["one"].count("\n") == 2 and files == dict.fromkeys(files, files["one"])
+
+
+@two_gpus
+def test_the_likeliest_tokens_are_the_same_on_every_layout(tmp_path):
+    """bf16, one trained checkpoint, every position of a text given the true ones before it: 99% of them."""
+    settings = SETTINGS | {"training.steps": 40, "generation.enable": False, "validation.enable": False}
+    train(tmp_path, settings)
+    here = jobs.environment(PYTHONPATH=os.pathsep.join(sys.path))
+
+    def likeliest(layout):
+        args, processes = LAYOUTS[layout]
+        file = tmp_path / f"{layout}.txt"
+        settings = ("--job.config_file", tmp_path / "job.toml", *args)
+        run = jobs.run_module("teacher_forcing", file, *settings, cwd=tmp_path, processes=processes, env=here)
+        assert run.returncode == 0, jobs.log_of(run)[-4000:]
+        return torch.tensor([list(map(int, line.split())) for line in file.read_text().splitlines()])
+
+    with ThreadPoolExecutor(len(LAYOUTS)) as pool:
+        found = dict(zip(LAYOUTS, pool.map(likeliest, LAYOUTS)))
+    assert found["one"].unique().numel() > 20  # it has learnt something to disagree on
+    for layout, tokens in found.items():
+        assert (tokens == found["one"]).float().mean() >= 0.99, layout
