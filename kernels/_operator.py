@@ -114,16 +114,17 @@ def check_key_width(op: str, key_width: int) -> None:
         raise ValueError(f"{op}: K must be from 1 to {MAX_KEY_WIDTH}, got {key_width}")
 
 
-def check_slots(op: str, state: Tensor, state_indices: Tensor | None, sequences: int) -> None:
-    """Checks that a step can write its N sequences' slots of ``state`` (the indices' values stay on the device)."""
+def check_slots(op: str, state: Tensor, state_indices: Tensor | None, sequences: int, name: str = "state") -> None:
+    """Checks that a step can write its N sequences' slots of ``state``, the argument called ``name`` (the indices'
+    values stay on the device)."""
     if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape)):
-        raise ValueError(f"{op}: state is written to and must not be an expanded tensor, got stride {state.stride()}")
+        raise ValueError(f"{op}: {name} is written to and must not be an expanded tensor, got stride {state.stride()}")
     if state_indices is not None:
         check_dtype(op, "state_indices", state_indices, (torch.int32,))
         check_shape(op, "state_indices", state_indices, "[N]", (sequences,))
         check_device(op, "state_indices", state_indices, state.device)
     elif state.shape[0] < sequences:
-        raise ValueError(f"{op}: state must have a slot for each of {sequences} sequences, got {state.shape[0]}")
+        raise ValueError(f"{op}: {name} must have a slot for each of {sequences} sequences, got {state.shape[0]}")
 
 
 def sequence_count(batch: int, cu_seqlens: Tensor | None) -> int:

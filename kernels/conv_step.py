@@ -289,10 +289,14 @@ def _conv_step_reference(
     lower_bound: float,
     beta_scale: float,
 ) -> Tensor:
-    heads = state.shape[1]
+    _, heads, key_width, value_width = state.shape
     q, k, v = (
-        convolution_step_reference(x, weight, cache, "silu", state_indices).unflatten(1, (heads, x.shape[1] // heads))
-        for x, weight, cache in ((q, q_weight, q_cache), (k, k_weight, k_cache), (v, v_weight, v_cache))
+        convolution_step_reference(x, weight, cache, "silu", state_indices).unflatten(1, (heads, width))
+        for x, weight, cache, width in (
+            (q, q_weight, q_cache, key_width),
+            (k, k_weight, k_cache, key_width),
+            (v, v_weight, v_cache, value_width),
+        )
     )
     return recurrent_kda_step_reference(
         q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, state_indices, gate, lower_bound, beta_scale
@@ -399,7 +403,7 @@ def recurrent_kda_conv_step(
     for name, (x, weight, cache, width) in zip("qkv", rows):
         check_dtype(op, name, x, FLOAT_DTYPES)
         _check_convolution(op, name, x, weight, cache, (q.shape[0], heads * width), slots)
-        check_slots(op, cache, state_indices, q.shape[0])
+        check_slots(op, cache, state_indices, q.shape[0], f"{name}_cache")
     if not q_weight.shape[1] == k_weight.shape[1] == v_weight.shape[1]:
         taps = [weight.shape[1] for weight in (q_weight, k_weight, v_weight)]
         raise ValueError(f"{op}: q_weight, k_weight and v_weight must have as many taps each, got {taps}")

@@ -117,6 +117,12 @@ def test_views_give_what_their_copies_give(impl):
     assert all(torch.equal(views[name], plain[name]) for name in WRITTEN)
 
 
+def test_of_no_heads():
+    none = conv_step_inputs(2, 0, 16, 8)
+    for impl in IMPLS:
+        assert recurrent_kda_conv_step(**none, impl=impl).shape == (2, 0, 8)
+
+
 def test_of_no_sequences():
     inputs = conv_step_inputs(1, 2, 16, 8)
     none = {name: x if name in (*WRITTEN, *PARAMETERS) else x[:0] for name, x in inputs.items()}
@@ -153,6 +159,10 @@ def test_refuses_bad_input_by_name():
         recurrent_kda_conv_step(**good | fewer)
     with pytest.raises(ValueError, match="recurrent_kda_conv_step: v_cache "):
         recurrent_kda_conv_step(**good | {"v_cache": good["v_cache"][:1]})
+    for name in WRITTEN:
+        expanded = good[name][:1].expand_as(good[name])
+        with pytest.raises(ValueError, match=f"recurrent_kda_conv_step: {name} is written to"):
+            recurrent_kda_conv_step(**good | {name: expanded})
     assert all(torch.equal(good[name], before[name]) for name in good)
 
 
