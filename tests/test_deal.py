@@ -1,5 +1,8 @@
 """Whatever numbers of data-parallel ranks a job goes on with, each token of a pass is read once."""
 
+import pickle
+import sys
+
 import pytest
 from datasets import Dataset
 from torchtitan.hf_datasets import DatasetConfig
@@ -151,6 +154,83 @@ def test_through_a_worker(build):
     load(plain, saved)
     assert read(loaders, 4) == read(plain, 4)
     assert not set(tokens) & {token for part in read(plain, 4) for token in part}
+
+
+def test_with_and_without_a_worker(build):
+    """A loader's state has another form where a worker reads; the place in the text is the same."""
+    (want,) = read(build(1), 5)
+    for before, after in ((0, 1), (1, 0)):
+        (one,) = build(1, workers=before)
+        (tokens,) = read([one], 3)
+        (other,) = build(1, workers=after)
+        load([other], save([one]))
+        assert tokens + read([other], 2)[0] == want
+    message = r"^training.dataloader.num_workers is 2, and was 1 when the checkpoint was saved: go on with as many, or "
+    with pytest.raises(JobError, match=message):
+        load(build(1, workers=2), save(build(1, workers=1)))
+
+
+@pytest.mark.parametrize("chain", [(1, 1), (1, 2), (2, 1, 1)])
+@pytest.mark.parametrize("pieces", [6, 30, 90])
+def test_a_text_that_was_changed_meanwhile_is_said(build, chain, pieces, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("titan_kda.deal.logger.warning", warnings.append)
+    saved = None
+    for place, ranks in enumerate(chain):
+        if place == len(chain) - 1:
+            monkeypatch.setattr(sys.modules[__name__], "PIECES", pieces)
+            warnings.clear()
+        loaders = build(ranks)
+        if saved is not None:
+            load(loaders, saved)
+        said = [text for text in warnings if "when the checkpoint was saved" in text]
+        assert len(said) == (ranks if place == len(chain) - 1 else 0)
+        assert all(f"'numbers' has {pieces} pieces, and had 61 when" in text for text in said)
+        read(loaders, 2)
+        saved = save(loaders)
+    known = {token for i in range(pieces) for token in Numbers().encode(str(i), True, True)}
+    for part in read(loaders, 60):
+        assert set(part[2 * SEQ_LEN * len(chain) :]) <= known  # behind what did not fill a row: the text as it is now
+
+
+@pytest.mark.parametrize("build", ["dataset", "stream"], indirect=True)
+def test_a_text_of_another_kind_is_refused(build, request, monkeypatch):
+    saved = save(build(1))
+    stream = request.node.callspec.params["build"] == "stream"
+
+    def load_other(path):
+        whole = Dataset.from_dict({"text": ["1", "2"]})
+        return whole if stream else whole.to_iterable_dataset(num_shards=2)
+
+    other = DatasetConfig(path="-", loader=load_other, sample_processor=lambda sample: sample["text"])
+    monkeypatch.setitem(DATASETS, "numbers", other)
+    kinds = ("a stream", "a list of pieces") if stream else ("a list of pieces", "a stream")
+    with pytest.raises(JobError, match=f"text was {kinds[0]}, and training.dataset = 'numbers' is {kinds[1]}: begin"):
+        load(build(1), saved)
+
+
+def test_a_checkpoint_that_does_not_count_its_pieces(build):
+    """By an earlier version."""
+    loaders = build(2)
+    tokens = read(loaders, 2)
+    saved = save(loaders)
+    for name in ("dp_rank_0", "dp_rank_1"):
+        state = pickle.loads(saved[name])
+        assert state["dataset_state"].pop("pieces") == PIECES
+        saved[name] = pickle.dumps(state)
+    want = [part[len(begun) :] for part, begun in zip(read(build(2), 4), tokens)]
+    again = build(2)
+    load(again, saved)
+    assert read(again, 2) == want
+    (one,) = build(1)
+    load([one], saved)
+    assert not {token for part in tokens for token in part} & set(read([one], 2)[0])
+
+
+def test_fewer_pieces_than_ranks(build, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PIECES", 2)
+    with pytest.raises(ValueError, match=r"^numbers: 2 piece\(s\) for 3 data-parallel rank\(s\)$"):
+        build(3)
 
 
 @pytest.mark.parametrize("build", ["stream"], indirect=True)

@@ -66,6 +66,7 @@ def deal(states: Sequence[dict[str, Any]], length: int, rank: int, ranks: int) -
         "token_buffer": [token for buffer in buffers for token in buffer],
         "sample_idx": 0,
         "spans": cut(unread, *part_of(size_of(unread), rank, ranks)),
+        **({"pieces": states[0]["pieces"]} if "pieces" in states[0] else {}),
     }
 
 
@@ -77,7 +78,10 @@ class DealtTextDataset(HuggingFaceTextDataset):
         self._whole = self._data
         self._spans: list[Span] | None = None  # what to read before the rank's own part; sample_idx counts in it
         if isinstance(self._whole, Dataset):
-            self._data = self._whole.select(range(*part_of(len(self._whole), dp_rank, dp_world_size)))
+            pieces = len(self._whole)
+            if pieces < dp_world_size:  # a rank with nothing to read would look for it for ever
+                raise ValueError(f"{self.dataset_name}: {pieces} piece(s) for {dp_world_size} data-parallel rank(s)")
+            self._data = self._whole.select(range(*part_of(pieces, dp_rank, dp_world_size)))
         else:
             self._data = split_dataset_by_node(self._whole, dp_rank, dp_world_size)
 
@@ -85,13 +89,17 @@ class DealtTextDataset(HuggingFaceTextDataset):
         return super()._get_data_iter() if self._spans is None else self._left_over_first(self._spans)
 
     def _left_over_first(self, spans: list[Span]) -> Iterator[Any]:
+        pieces = len(self._whole)  # a text that was changed may end before a span does
         for start, stop in cut(spans, self._sample_idx, size_of(spans)):
-            yield from self._whole.select(range(start, stop))
+            if start < pieces:
+                yield from self._whole.select(range(start, min(stop, pieces)))
         self._spans, self._sample_idx = None, 0
         yield from super()._get_data_iter()
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
+        if isinstance(self._whole, Dataset):
+            state["pieces"] = len(self._whole)
         return state if self._spans is None else {**state, "spans": self._spans}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -132,31 +140,74 @@ class DealtDataloader(ParallelAwareDataloader):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._saved_by is None:
-            super().load_state_dict(state_dict)
+            own = pickle.loads(state_dict[self._rank_id]) if self._rank_id in state_dict else None
+            if own is not None:
+                self._check_text(_dataset_states(own)[0])
+            if own is None or _workers(own) == self.num_workers:
+                super().load_state_dict(state_dict)
+            elif self.num_workers > 1:
+                raise JobError(
+                    f"training.dataloader.num_workers is {self.num_workers}, and was {_workers(own)} when the "
+                    f"checkpoint was saved: go on with as many, or {_BEGIN_AGAIN}"
+                )
+            else:  # saved by a loader that read by itself, loaded by one with a worker, or the other way round
+                self._load_text(_dataset_state(own))
             return
         ranks, self._saved_by = self._saved_by, None
         states = [_dataset_state(pickle.loads(state_dict[f"dp_rank_{rank}"])) for rank in range(ranks)]
-        length = len(self._text._whole)
-        StatefulDataLoader.load_state_dict(self, {})  # drops an iterator made for an earlier state
+        self._check_text(states[0])
+        # A text that was changed meanwhile is dealt as long as it was.
+        length = states[0].get("pieces", len(self._text._whole))
         state = deal(states, length, self.dp_rank, self.dp_world_size)
-        self._text.load_state_dict(state)
+        self._load_text(state)
         logger.info(
             f"Saved by {ranks} data-parallel rank(s), continued by {self.dp_world_size}: the text not yet read in this "
             f"pass is dealt anew, {size_of(state['spans'])} of {length} pieces to rank {self.dp_rank}"
         )
 
+    def _check_text(self, state: dict[str, Any]) -> None:
+        """Looks whether a place in the text can be one in this job's."""
+        text = self._text
+        if isinstance(text._whole, Dataset) != ("sample_idx" in state):
+            kinds = ("a stream", "a list of pieces")
+            saved, now = kinds["sample_idx" in state], kinds[isinstance(text._whole, Dataset)]
+            raise JobError(
+                f"the checkpoint's training text was {saved}, and training.dataset = {text.dataset_name!r} is {now}: "
+                f"{_BEGIN_AGAIN}"
+            )
+        saved = state.get("pieces")  # not in a checkpoint by an earlier version
+        if saved is not None and saved != len(text._whole):
+            logger.warning(
+                f"training.dataset = {text.dataset_name!r} has {len(text._whole)} pieces, and had {saved} when the "
+                f"checkpoint was saved: this pass will leave some out or read them twice, unless you {_BEGIN_AGAIN}"
+            )
+
+    def _load_text(self, state: dict[str, Any]) -> None:
+        StatefulDataLoader.load_state_dict(self, {})  # drops an iterator made for an earlier state
+        self._text.load_state_dict(state)
+
+
+def _workers(state: dict[str, Any]) -> int:
+    """How many workers a loader had that saved this; 0: it read by itself."""
+    return len(state["_snapshot"]["_worker_snapshots"]) if "_snapshot" in state else 0
+
+
+def _dataset_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The dataset's own states in a loader's: one, or each worker's."""
+    if "_snapshot" not in state:
+        return [state["dataset_state"]]
+    return [worker["dataset_state"] for worker in state["_snapshot"]["_worker_snapshots"].values()]
+
 
 def _dataset_state(state: dict[str, Any]) -> dict[str, Any]:
     """The dataset's own state in a loader's, whether it read by itself or through a worker."""
-    if "_snapshot" not in state:
-        return state["dataset_state"]
-    workers = state["_snapshot"]["_worker_snapshots"]
-    if len(workers) > 1 or state["_steps_since_snapshot"]:
+    states = _dataset_states(state)
+    if len(states) > 1 or state.get("_steps_since_snapshot"):
         raise JobError(
-            f"text that {len(workers)} workers of training.dataloader have read is not dealt anew: go on with as many "
-            f"data-parallel ranks as before, or {_BEGIN_AGAIN}"
+            f"text that {len(states)} workers of training.dataloader have read is not dealt anew: go on with as many "
+            f"workers and data-parallel ranks as before, or {_BEGIN_AGAIN}"
         )
-    return workers["worker_0"]["dataset_state"]
+    return states[0]
 
 
 def extend_checkpoint_manager() -> None:
