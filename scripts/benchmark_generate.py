@@ -15,8 +15,8 @@ tokens included.
 With --context, a decode step is timed instead where each sequence has so many tokens behind it. The model does not read
 them: its caches take a prompt of a few tokens, then full attention's are filled up with random rows by their own
 ``extend``, which costs a step the same; a KDA layer's have the same size anyway. "as generate() runs it" is the step of
-its own batch, one CUDA graph where ``can_capture`` finds nothing against it. Elsewhere launching the kernels one by one
-may take longer than they do, whatever the context. So "as one graph" is given beside it: the same step captured here,
+its own batch, by a CUDA graph where it takes one unasked. Elsewhere launching the kernels one by one may take longer
+than they do, whatever the context. So "as one graph" is given beside it: the step of its batch with cuda_graph=True,
 its caches grown beforehand, which is what the device itself needs.
 """
 
@@ -34,18 +34,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_kda.cache import KDACache, ModelCache, TokenCache
+from titan_kda.cache import TokenCache
 from titan_kda.generate import (
     Pick,
     Sample,
     Sampling,
     Speed,
-    _decode,
+    _Batch,
     _Growing,
     _Slots,
     can_capture,
     generate,
     inference,
+    new_batch,
     prefill,
 )
 from titan_kda.model import FLAVORS, MIXERS, Decoder
@@ -130,7 +131,7 @@ STEPS_AHEAD = 64
 """More steps than any run takes from the context that is asked for."""
 
 
-def lengthen(cache: ModelCache, tokens: int) -> None:
+def lengthen(cache: Sequence[Any], tokens: int) -> None:
     """Gives each sequence so many further tokens, random ones, in the layers whose caches hold tokens."""
     for layer in cache:
         if isinstance(layer, TokenCache) and tokens:
@@ -141,76 +142,55 @@ def lengthen(cache: ModelCache, tokens: int) -> None:
             layer.extend(new, offsets, tokens)
 
 
-def cache_bytes(cache: ModelCache) -> int:
+def cache_bytes(cache: Sequence[Any]) -> int:
     """What a step's caches hold, room to grow included."""
     tensors = [value for layer in cache for value in vars(layer).values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def captured(batch: _Slots | _Growing, uniforms: Tensor) -> torch.cuda.CUDAGraph:
-    """A batch's step as a graph; caches that grow must have room for every step that is replayed."""
-    tokens = batch.tokens.clone()
+def steps_at(
+    model: Decoder, context: int, batch: int, device: torch.device, cuda_graph: bool | None
+) -> tuple[float, bool, int]:
+    """Seconds of a step of generate()'s own batch, whether it was a graph, and the bytes of its caches."""
+    prompt = min(context, 16)
+    rows: _Batch = new_batch(model, batch, device, picker(GREEDY), cuda_graph)
+    assert isinstance(rows, (_Slots, _Growing))
+    uniforms = admit_some(rows, batch, prompt)
+    lengthen(rows.cache, context - prompt)
+    growing = [layer for layer in rows.cache if isinstance(layer, TokenCache)]
+    for layer in growing:
+        layer.reserve(STEPS_AHEAD)  # no run is to grow them, or to capture anew
+    graph = isinstance(rows, _Slots) and rows.wants_graph
+    steps = 30 if graph else 10 if device.type == "cuda" else 2
 
-    def step() -> None:
-        if isinstance(batch, _Slots):
-            batch._advance()
-        else:
-            tokens.copy_(batch.pick(_decode(batch.model, tokens.clamp_min(0), batch.cache), uniforms))
+    def run() -> None:
+        for layer in growing:  # every run starts from the same context
+            layer.lengths.fill_(context)
+            layer.bound = context
+        if isinstance(rows, _Slots):
+            rows.lengths = [context] * batch
+        for _ in range(steps):
+            rows.step(uniforms)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
+    seconds = seconds_of(run, device, times=3) / steps
+    return seconds, isinstance(rows, _Slots) and rows.graph is not None, cache_bytes(rows.cache)
 
 
 def context_step(model: Decoder, context: int, batch: int, device: torch.device) -> dict[str, Any]:
     """Times a decode step of ``batch`` sequences of ``context`` tokens each; see the top of this file."""
     against = can_capture(model, device)
     with inference(model):
-        pick, prompt = picker(GREEDY), min(context, 16)
-        rows = (
-            _Slots(model, batch, device, pick, graph=against is None)
-            if all(isinstance(layer, KDACache) for layer in model.new_cache())
-            else _Growing(model, batch, device, pick)
-        )
-        uniforms = admit_some(rows, batch, prompt)
-        lengthen(rows.cache, context - prompt)
-        graph = isinstance(rows, _Slots) and rows.graph is not None
-        growing = [layer for layer in rows.cache if isinstance(layer, TokenCache)]
-        for layer in growing:
-            layer.reserve(STEPS_AHEAD)  # a captured step cannot grow them
-
-        def seconds(step: Callable[[], Any], steps: int) -> float:
-            def run() -> None:
-                for layer in growing:  # every run starts from the same context
-                    layer.lengths.fill_(context)
-                    layer.bound = context
-                for _ in range(steps):
-                    step()
-
-            return seconds_of(run, device, times=3) / steps
-
-        own = seconds(lambda: rows.step(uniforms), 30 if graph else 10 if device.type == "cuda" else 2)
+        own, graph, size = steps_at(model, context, batch, device, None)
         alone, failed = own if graph else None, None
-        if device.type == "cuda" and not graph:
+        if against is None and not graph:
             try:
-                replay = captured(rows, uniforms)
+                alone, _, size = steps_at(model, context, batch, device, True)
             except RuntimeError as error:
                 failed = str(error).splitlines()[0]
-            else:
-                alone = seconds(replay.replay, 30)
-        return dict(
-            kind="context", context=context, batch=batch, cache_bytes=cache_bytes(rows.cache), graph=graph,
-            against=against, step_us=own * 1e6, one_graph_us=None if alone is None else alone * 1e6,
-            capture_failed=failed,
-        )  # fmt: skip
+    return dict(
+        kind="context", context=context, batch=batch, cache_bytes=size, graph=graph, against=against,
+        step_us=own * 1e6, one_graph_us=None if alone is None else alone * 1e6, capture_failed=failed,
+    )  # fmt: skip
 
 
 def contexts(
@@ -240,8 +220,10 @@ def contexts(
         of_flavor = [row for row in found if row["flavor"] == flavor]
         if (against := of_flavor[0]["against"]) is not None:
             print(f"{flavor}: generate() captures no graph: {against}")
+        elif not of_flavor[0]["graph"]:
+            print(f"{flavor}: generate() captures a graph if it is asked to")
         for message in {row["capture_failed"] for row in of_flavor} - {None}:
-            print(f"{flavor}: not captured here either: {message}")
+            print(f"{flavor}: the capture failed: {message}")
     return found
 
 

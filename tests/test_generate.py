@@ -311,15 +311,36 @@ def test_long_prompts_are_read_in_parts(reference, monkeypatch):
     assert speed.prefill_tokens == sum(LENGTHS)
 
 
-def test_what_cannot_be_captured_is_refused():
-    model = make()
+def test_what_cannot_be_captured_is_refused(monkeypatch):
+    model, cuda = make(), torch.device("cuda")
     assert can_capture(model, CPU) == "the device is no GPU"
-    assert can_capture(make(layer_pattern=["kda", "mla"]), torch.device("cuda")) is not None
-    assert can_capture(model, torch.device("cuda")) is None
+    assert can_capture(model, cuda) is None
+    assert can_capture(make(layer_pattern=["kda", "mla"]), cuda) is None
+    strange = make()
+    strange.new_cache = lambda: [object()]
+    assert can_capture(strange, cuda) == "a layer's cache is none that a graph can hold"
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph: the device is no GPU"):
         run(model, PROMPTS[:1], cuda_graph=True)
     with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
         run(model, PROMPTS[:1], slots=0)
+
+
+def test_experts_are_captured_where_they_count_on_the_device(monkeypatch):
+    cuda, capability = torch.device("cuda"), [9]
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (capability[0], 0))
+    model = make(num_experts=4, num_experts_per_token=2, expert_width=16)
+    for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
+        assert can_capture(model.to(dtype), cuda) == f"experts count their tokens on the host in {name}"
+    assert can_capture(model.bfloat16(), cuda) is None
+    capability[0] = 8
+    assert can_capture(model, cuda) == "experts count their tokens on the host on this GPU"
+    capability[0] = 10
+    model.float()
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: kind == "cuda")
+    for dtype in (torch.bfloat16, torch.float16):  # what autocast is set to decides, whatever the weights are
+        monkeypatch.setattr("torch.get_autocast_dtype", lambda kind, dtype=dtype: dtype)
+        assert (can_capture(model, cuda) is None) is (dtype == torch.bfloat16)
+    assert can_capture(model, CPU) == "the device is no GPU"
 
 
 def test_prefill_normalises_q_where_it_is_told_to(monkeypatch):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jobs
 import pytest
@@ -14,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from titan_kda.data import ByteTokenizer
-from titan_kda.generate import Sample, Sampling, Speed, decode, generate, inference, prefill
-from titan_kda.model import Decoder, ModelArgs
+from titan_kda.generate import Sample, Sampling, Speed, _Slots, decode, generate, inference, prefill
+from titan_kda.model import FLAVORS, Decoder, ModelArgs
 
 pytestmark = pytest.mark.gpu
 
@@ -24,11 +26,15 @@ LENGTHS = (1, 3, 63, 64, 65, 200, 7, 130)
 
 
 def make(dtype=torch.bfloat16, **changes):
-    model = Decoder(ModelArgs(**{**SHAPE, **changes})).cuda()
+    return built(ModelArgs(**{**SHAPE, **changes}), dtype)
+
+
+def built(args, dtype):
+    model = Decoder(args).cuda()
     with torch.no_grad():
         model.init_weights(seed=1)
         for layer in model.layers.values():  # so that the layers, and not the last token alone, make the logits
-            layer.mixer.o_proj.weight *= 30
+            (layer.mixer.o_proj if hasattr(layer.mixer, "o_proj") else layer.mixer.wo).weight *= 30
     return model.to(dtype)
 
 
@@ -109,6 +115,113 @@ def test_in_the_loop_each_capture_sees_the_weights_of_its_step():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)
     assert texts[0] != texts[1] and model.training
+
+
+DEBUG = FLAVORS["kimi_linear_debug"]
+HYBRIDS = {
+    "kimi": DEBUG,
+    "gqa": replace(DEBUG, layer_pattern=["kda", "gqa"], attn_heads=4, kv_heads=2, head_width=64),
+    "mla": replace(DEBUG, layer_pattern=["mla"]),
+    "dense": replace(DEBUG, num_experts=0),
+    "experts": replace(DEBUG, layer_pattern=["kda"]),
+}
+
+
+@pytest.fixture
+def plain_steps(monkeypatch):
+    """A call by which each step that would be replayed from then on is run: the same work, launched by the host."""
+
+    def switch():
+        monkeypatch.setattr("titan_kda.generate._captured", lambda step, device: (SimpleNamespace(replay=step), 1.0))
+
+    return switch
+
+
+@pytest.mark.parametrize("sampling", [Sampling(90, temperature=0), Sampling(90, 0.9, 50, 0.9, seed=3)], ids=str)
+@pytest.mark.parametrize("pattern", HYBRIDS)
+def test_the_graph_changes_no_token_of_a_hybrid(plain_steps, pattern, sampling):
+    """In bf16: slots are taken again, ends lie in the middle of a burst, and the caches outgrow 256 tokens."""
+    model = built(HYBRIDS[pattern], torch.bfloat16)
+    free, speed = run(model, sampling, slots=3, cuda_graph=True)
+    assert speed.graph and speed.capture_seconds > 0 and all(len(tokens) == 90 for tokens in free)
+    eos = free[4][40]
+
+    def listen(i, token):
+        return i == 2 and token == free[2][30]
+
+    options = dict(slots=3, cuda_graph=True, eos_id=eos, on_token=listen)
+    graphed, speed = run(model, sampling, **options)
+    assert graphed != free and graphed == run(model, sampling, **options)[0]
+    plain_steps()
+    assert run(model, sampling, slots=3, cuda_graph=True)[0] == free
+    assert run(model, sampling, **options)[0] == graphed
+
+
+@pytest.mark.parametrize("pattern", HYBRIDS)
+def test_by_a_graph_or_not_at_all(pattern):
+    """Sequences that start and end together: the batch without a graph makes products of the same shapes."""
+    model, sampling = built(HYBRIDS[pattern], torch.bfloat16), Sampling(90, 0.9, 50, 0.9, seed=4)
+    plain, speed = run(model, sampling, cuda_graph=False)
+    assert not speed.graph
+    graphed, speed = run(model, sampling, cuda_graph=True)
+    assert speed.graph and graphed == plain
+    rate = {}
+    for graph in (False, True):
+        _, speed = run(model, Sampling(300, temperature=0), PROMPTS[:1], cuda_graph=graph)
+        rate[graph] = speed.decode_tokens / speed.decode_seconds
+    assert rate[True] > 1.5 * rate[False], rate
+
+
+def test_a_capture_among_live_sequences_leaves_them_as_they_are(monkeypatch):
+    """A capture at every step, each after two steps that are run on the buffers themselves."""
+    model, sampling = built(DEBUG, torch.bfloat16), Sampling(12, temperature=0)
+    monkeypatch.setattr("titan_kda.generate._CAPTURE_PAYS", 1)
+    once, _ = run(model, sampling, slots=3, cuda_graph=True)
+    step, captures = _Slots.step, []
+
+    def forgetful(self, uniforms):
+        self.graph = None
+        captures.append(None)
+        return step(self, uniforms)
+
+    monkeypatch.setattr(_Slots, "step", forgetful)
+    assert run(model, sampling, slots=3, cuda_graph=True)[0] == once and len(captures) >= 33
+
+
+def test_a_hybrid_in_the_loop(plain_steps):
+    """FP32 weights under autocast, which the experts follow; without it they wait for the device."""
+    model, sampling = built(DEBUG, torch.float32).train(), Sampling(40, temperature=0)
+    with pytest.raises(ValueError, match="experts count their tokens on the host in float32"):
+        run(model, sampling, cuda_graph=True)
+    counts = [module.tokens_per_expert.clone() for module in model.modules() if hasattr(module, "tokens_per_expert")]
+    texts = []
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16):
+            graphed, speed = run(model, sampling, PROMPTS[:3], cuda_graph=True)
+        assert speed.graph
+        texts.append(graphed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).cuda()
+    after = [module.tokens_per_expert for module in model.modules() if hasattr(module, "tokens_per_expert")]
+    assert texts[0] != texts[1] and model.training and all(map(torch.equal, counts, after))
+    plain_steps()
+    model = built(DEBUG, torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert run(model, sampling, PROMPTS[:3], cuda_graph=True)[0] == texts[0]
+
+
+def test_graphs_give_their_memory_back():
+    """Of many captures in one call, no more than the last one's memory is held, and none after it."""
+    model = built(DEBUG, torch.bfloat16)
+    run(model, Sampling(40), cuda_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    _, speed = run(model, Sampling(1200, temperature=0), PROMPTS[:4], cuda_graph=True)  # five capacities
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert speed.graph and torch.cuda.memory_reserved() - before < 2**26
 
 
 def synchronisations(call):

@@ -15,7 +15,7 @@ from titan_kda.full_attention import (
     LatentAttention,
     document_attention,
 )
-from titan_kda.generate import Sample, Sampling, decode, generate, prefill
+from titan_kda.generate import NotFiniteError, Sample, Sampling, Speed, decode, generate, new_batch, prefill
 from titan_kda.initialize import Initializer
 from titan_kda.model import FLAVORS, Decoder, ModelArgs
 
@@ -237,6 +237,30 @@ def test_select_copies_sequences():
     assert empty.rows is None
 
 
+def test_rows_that_hold_no_sequence():
+    """They keep their length and what they hold, whatever is appended; a new sequence takes all of a row."""
+    cache, new = TokenCache(), torch.arange(1.0, 7)[:, None, None]
+    cache.extend(new, torch.tensor([0, 1, 3, 6], dtype=torch.int32), 3)
+    cache.slots = torch.tensor([0, -1, 2], dtype=torch.int32)
+    before = cache.rows.clone()
+    assert cache.room() == TokenCache.PIECE - 4
+    cache.append(torch.tensor([7.0, float("nan"), 9.0])[:, None, None])
+    assert cache.lengths.tolist() == [2, 2, 4] and cache.bound == 3 and cache.rows.isfinite().all()
+    assert torch.equal(cache.rows[1], before[1])
+    assert cache.rows[0, 0, :3, 0].tolist() == [1, 7, 0] and cache.rows[2, 0, :5, 0].tolist() == [4, 5, 6, 9, 0]
+    other = TokenCache()
+    other.extend(torch.tensor([8.0, 6])[:, None, None], torch.tensor([0, 2], dtype=torch.int32), 2)
+    cache.rows[2, 0, 100] = float("nan")  # of the sequence that was there
+    cache.put(torch.tensor([2]), other)
+    assert (
+        cache.lengths.tolist() == [2, 2, 2] and cache.rows[2].sum() == 14 and cache.rows[2, 0, :2, 0].tolist() == [8, 6]
+    )
+    assert torch.equal(cache.rows[:2, :, :1], torch.cat([before[:1, :, :1], before[1:2, :, :1]]))
+    other.bound = TokenCache.PIECE
+    with pytest.raises(ValueError, match="room for 255 tokens, not for 256"):
+        cache.put(torch.tensor([0]), other)
+
+
 def test_a_cache_is_for_inference():
     for kind in KINDS:
         layer = make_layer(kind)
@@ -338,6 +362,159 @@ def test_a_stream_padded_for_sequence_parallelism():
     generate(model, samples, Sampling(NEW, temperature=0))
     for sample, tokens in zip(samples, want):
         assert sample.tokens[: len(tokens)] == tokens
+
+
+# ---- a step that is replayed ----
+
+
+class Replay:
+    """In a captured graph's place: the step, where all that a graph has fixed is as it was, and no Python counts."""
+
+    def __init__(self, step):
+        self.step, self.batch = step, step.__self__
+        self.fixed = self.addresses()
+
+    def addresses(self):
+        layers = [vars(layer) for layer in self.batch.cache]
+        own = {name: getattr(self.batch, name) for name in ("tokens", "uniforms", "slots")}
+        return [x.data_ptr() for values in (*layers, own) for x in values.values() if isinstance(x, torch.Tensor)]
+
+    def replay(self):
+        bounds = [getattr(layer, "bound", None) for layer in self.batch.cache]
+        assert self.addresses() == self.fixed
+        self.step()
+        assert self.addresses() == self.fixed
+        assert bounds == [getattr(layer, "bound", None) for layer in self.batch.cache]
+
+
+def held(layer):
+    """A cache's tensors by name, without the place that is nobody's."""
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            yield name, (value[:, :, :-1] if isinstance(layer, TokenCache) and name == "rows" else value).clone()
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Each capture of a step: the batch's longest sequence and the caches' capacities at the time; graphs on a CPU."""
+    found = []
+
+    def capture(step, device):
+        batch = step.__self__
+        kept = [dict(held(layer)) for layer in batch.cache]
+        step()
+        step()
+        for layer, old in zip(batch.cache, kept):  # a capture leaves no trace in them
+            assert all(torch.equal(value, old[name]) for name, value in held(layer))
+        live = [n for n, sample in zip(batch.lengths, batch.rows) if sample is not None]
+        found.append((max(live), {layer.rows.shape[2] for layer in batch.cache if isinstance(layer, TokenCache)}))
+        return Replay(step), 0.25
+
+    monkeypatch.setattr("titan_kda.generate._captured", capture)
+    monkeypatch.setattr("titan_kda.generate.can_capture", lambda model, device: None)
+    return found
+
+
+def texts(model, sampling, prompts=PROMPTS, stop=None, **options):
+    """What generation gives, and its speed; sample 1 is stopped after ``stop`` tokens."""
+    samples, speed = [Sample(list(prompt)) for prompt in prompts], Speed()
+
+    def listen(i, token):
+        return i == 1 and len(samples[1].tokens) == stop
+
+    generate(model, samples, sampling, on_token=listen, speed=speed, **options)
+    return [(sample.tokens, sample.finished) for sample in samples], speed
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_replayed_step_gives_the_same_text(captures, monkeypatch, pattern):
+    """More prompts than slots, ends of every kind, and caches that outgrow their room several times."""
+    monkeypatch.setattr(TokenCache, "PIECE", 4)
+    monkeypatch.setattr("titan_kda.generate._CAPTURE_PAYS", 2)
+    model = make(**PATTERNS[pattern])
+    prompts = [*PROMPTS[:3], *PROMPTS[1:]]
+    for sampling, burst, slots in ((Sampling(20, temperature=0), 1, 3), (Sampling(20, 0.9, 0, 0.9, seed=2), 4, 2)):
+        monkeypatch.setattr("titan_kda.generate._BURST", {"cpu": burst})
+        plain, _ = texts(model, sampling, prompts, cuda_graph=False)
+        eos = plain[3][0][9]
+        options = dict(prompts=prompts, eos_id=eos, stop=5, slots=slots)
+        want, speed = texts(model, sampling, cuda_graph=False, **options)
+        assert not captures and not speed.graph
+        got, speed = texts(model, sampling, cuda_graph=True, **options)
+        assert got == want and {"eos", "length", "stop"} == {finished for _, finished in got}
+        assert speed.graph and speed.capture_seconds == 0.25 * len(captures)
+        assert len(captures) > 3 and all(len(capacities) == 1 for _, capacities in captures)
+        captures.clear()
+
+
+def test_a_step_is_captured_where_enough_steps_follow(captures):
+    model = make(**PATTERNS["kimi"])
+    short, long = [PROMPTS[1]], [PROMPTS[1] * 120]  # 2 and 240 tokens, with room for 255 and 511
+    for prompts, tokens, want in (
+        (short, 32, []),  # the first of them comes with the prompt
+        (short, 33, [(2, {256})]),
+        (long, 33, [(240, {512})]),
+    ):
+        _, speed = texts(model, Sampling(tokens, temperature=0), prompts, cuda_graph=True)
+        assert captures == want and speed.graph is bool(want)
+        captures.clear()
+    model = make(**PATTERNS["mla"], dim=16, vocab_size=32)
+    middle = [[1] * 224]  # 31 steps to the end of its room: they run without a graph
+    texts(model, Sampling(70, temperature=0), middle, cuda_graph=True)
+    assert captures == [(255, {512})]
+    captures.clear()
+    # With others waiting for a slot the last steps are not the last, and the next sequences need no new capture.
+    texts(model, Sampling(20, temperature=0), [[1, 2], [3], [4, 5, 6], [7]], cuda_graph=True, slots=2)
+    assert captures == [(2, {256})]
+
+
+def test_which_models_replay_a_graph(captures, monkeypatch):
+    """Unasked, those whose steps wait for no host and whose caches do not grow; all others where they are told to."""
+
+    def graph_of(cuda_graph, **changes):
+        batch = new_batch(make(**changes), 2, CPU, lambda logits, numbers: logits.argmax(-1), cuda_graph)
+        return type(batch).__name__, getattr(batch, "wants_graph", False)
+
+    dense, experts, hybrid = (
+        dict(layer_pattern=["kda"], num_experts=experts) if pattern == "kda" else PATTERNS[pattern]
+        for pattern, experts in (("kda", 0), ("kda", 6), ("kimi", 6))
+    )
+    assert [graph_of(None, **changes) for changes in (dense, experts, hybrid)] == [
+        ("_Slots", True), ("_Slots", False), ("_Growing", False)
+    ]  # fmt: skip
+    assert all(graph_of(True, **changes) == ("_Slots", True) for changes in (dense, experts, hybrid))
+    assert not any(graph_of(False, **changes)[1] for changes in (dense, experts, hybrid))
+    monkeypatch.setattr("titan_kda.generate._UNASKED", True)
+    assert all(graph_of(None, **changes) == ("_Slots", True) for changes in (dense, experts, hybrid))
+    monkeypatch.setattr("titan_kda.generate.can_capture", lambda model, device: "the moon is full")
+    assert not any(graph_of(None, **changes)[1] for changes in (dense, experts, hybrid))
+    with pytest.raises(ValueError, match="cannot be captured in a CUDA graph: the moon is full"):
+        texts(make(**hybrid), Sampling(3), cuda_graph=True)
+
+
+def test_ends_that_are_none_under_a_graph(captures, monkeypatch):
+    """An interruption keeps what there is; logits that are not finite are told."""
+    monkeypatch.setattr("titan_kda.generate._CAPTURE_PAYS", 1)
+    model, samples = make(**PATTERNS["kimi"]), [Sample(list(prompt)) for prompt in PROMPTS[1:3]]
+    want = [without_cache(model, prompt) for prompt in PROMPTS[1:3]]
+
+    def listen(i, token):
+        if i == 1 and len(samples[1].tokens) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, samples, Sampling(NEW, temperature=0), cuda_graph=True, on_token=listen)
+    assert [sample.tokens for sample in samples] == [want[0][:4], want[1][:4]] and captures
+    heard = []
+
+    def spoil(i, token):
+        heard.append(token)
+        if len(heard) == 5:
+            model.norm.weight.data.fill_(float("nan"))
+
+    with pytest.raises(NotFiniteError):
+        generate(model, [Sample(PROMPTS[1])], Sampling(NEW, temperature=0), cuda_graph=True, on_token=spoil)
+    assert heard == want[0][:5] and len(captures) == 2
 
 
 def test_documents_do_not_see_each_other():

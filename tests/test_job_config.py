@@ -71,6 +71,7 @@ def test_the_tiny_job_is_sound(tmp_path):
         ({"generation.prompts": ["def ", 1]}, "generation.prompts must be list of str"),
         ({"generation.enable": 1}, "generation.enable must be bool, got 1"),
         ({"generation.temperature": "hot"}, "generation.temperature must be float, got 'hot'"),
+        ({"generation.cuda_graph": 1}, "generation.cuda_graph must be bool, got 1"),
         ({"optimizer.lr": "1e-3"}, "optimizer.lr must be float, got '1e-3'"),
         ({"architecture.dim": 64.5}, "architecture.dim must be int, got 64.5"),
         ({"architecture.num_experts": 8.0}, "architecture.num_experts must be int, got 8.0"),

@@ -369,6 +369,12 @@ def test_mistakes_are_one_line(sample, args, message):
     assert err.startswith("titan_kda.sample: error: ") and message in err and err.count("\n") == 1
 
 
+def test_a_graph_that_cannot_be_captured(sample):
+    status, out, err = sample("--prompt=x", "--cuda-graph", "--device=cpu")
+    assert (status, out) == (2, "") and err.endswith("titan_kda.sample: error: --cuda-graph: the device is no GPU\n")
+    assert sample("--prompt=x", "--no-cuda-graph", "--device=cpu", "--max-new-tokens=2")[0] == 0
+
+
 def test_no_prompt_and_no_job(sample, monkeypatch, tmp_path):
     class Terminal(io.StringIO):
         def isatty(self):

@@ -63,6 +63,9 @@ class TokenCache:
         rows: [N, groups, capacity, width]; a group is what some of the query heads share.
         lengths: int64 [N], how many tokens each sequence has.
         bound: no sequence is longer, tokens.
+        slots: int32 [N], for decode alone, of which the sign counts: where it is negative a row holds no sequence, and
+            ``append`` neither lengthens it nor changes what it holds. Making room is then up to the caller, and
+            ``bound`` its own: a captured step can do neither. None: every row is a sequence.
     """
 
     PIECE = 256
@@ -72,6 +75,7 @@ class TokenCache:
         self.rows: Tensor | None = None
         self.lengths = torch.empty(0, dtype=torch.int64)
         self.bound = 0
+        self.slots: Tensor | None = None
 
     def reserve(self, tokens: int) -> bool:
         """Makes room for so many further tokens a sequence; whether ``rows`` moved. An empty cache has nothing to move.
@@ -79,7 +83,7 @@ class TokenCache:
         For a caller that replays a captured decode step, which cannot grow the cache: its ``append`` advances
         ``lengths`` and not ``bound``.
         """
-        needed = self.bound + tokens + 1  # what a padding row writes, goes to the last slot
+        needed = self.bound + tokens + 1  # what a padding row writes, goes to the last place
         if self.rows is None or needed <= self.rows.shape[2]:
             return False
         capacity = -(-(needed + needed // 8) // self.PIECE) * self.PIECE
@@ -106,10 +110,35 @@ class TokenCache:
     def append(self, new: Tensor) -> None:
         """Adds one token to every sequence, new [N, groups, width]."""
         assert self.rows is not None
-        self.reserve(1)
-        self.rows[torch.arange(new.shape[0], device=new.device), :, self.lengths] = new
-        self.lengths.add_(1)
-        self.bound += 1
+        row = torch.arange(new.shape[0], device=new.device)
+        if self.slots is None:
+            self.reserve(1)
+            self.rows[row, :, self.lengths] = new
+            self.lengths.add_(1)
+            self.bound += 1
+            return
+        live = self.slots >= 0
+        place = torch.where(live, self.lengths, self.rows.shape[2] - 1)
+        self.rows[row, :, place] = torch.where(live[:, None, None], new, 0)
+        self.lengths.add_(live)
+
+    def room(self) -> int:
+        """How many single tokens fit in before ``rows`` must move."""
+        return 0 if self.rows is None else max(0, self.rows.shape[2] - 1 - self.bound)
+
+    def put(self, target: Tensor, other: TokenCache) -> None:
+        """Takes all of another cache's sequences in place of the rows target, int64 [M]; ``bound`` is the caller's.
+
+        Raises:
+            ValueError: longer sequences than there is room for.
+        """
+        assert self.rows is not None and other.rows is not None
+        width = min(self.rows.shape[2], other.rows.shape[2])
+        if other.bound >= self.rows.shape[2]:
+            raise ValueError(f"the cache has room for {self.rows.shape[2] - 1} tokens, not for {other.bound}")
+        self.rows.index_fill_(0, target, 0)  # nothing of an earlier sequence, finite or not, may lie past the new one
+        self.rows[:, :, :width].index_copy_(0, target, other.rows[:, :, :width])
+        self.lengths.index_copy_(0, target, other.lengths)
 
     def packed(self) -> tuple[Tensor, Tensor, int]:
         """The tokens end to end [T, groups, width], their int32 offsets [N + 1], the longest; waits for the device."""

@@ -4,8 +4,9 @@ Prompts of different lengths are prefilled as one packed stream and never padded
 on its neighbours. Each sequence draws by a random generator of its own, so neither do its samples.
 
 Sequences decode in slots: one that ends leaves its slot to the next prompt. Tokens are drawn on the device and go
-straight into the next step; the host looks at them every few steps. On a GPU, where every layer's cache has a fixed
-size, a step is one captured CUDA graph.
+straight into the next step; the host looks at them every few steps. On a GPU a step is one captured CUDA graph, where
+every layer's cache has a fixed size; where caches grow with their sequences or experts count their tokens, if the
+caller asks for it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.attention import VarlenMetadata
 
 from .attention import KimiDeltaAttention
-from .cache import KDACache, ModelCache, select
+from .cache import KDACache, ModelCache, TokenCache, select
 from .data import ByteTokenizer
 from .model import SwiGLU
+from .moe import MixtureOfExperts
 from .sampling import sample_tokens
 
 
@@ -78,7 +80,7 @@ class Sample:
 
 @dataclass
 class Speed:
-    """Tokens and seconds of a call's two halves, and of the capture of a decode step, which counts in neither.
+    """Tokens and seconds of a call's two halves, and of the captures of a decode step, which count in neither.
 
     ``graph`` tells whether decode replayed a CUDA graph.
     """
@@ -163,6 +165,8 @@ class _Batch:
         rows: the sample in each row; None: no sample.
         tokens: [len(rows)], int64, each row's last token, on the device.
         burst: steps between two looks at the tokens; what is drawn past a sequence's end is thrown away.
+        ahead: no more steps than these will follow, as far as the caller knows.
+        capture_seconds: what capturing steps has taken.
     """
 
     def __init__(self, model: nn.Module, limit: int, device: torch.device, pick: Pick):
@@ -170,6 +174,8 @@ class _Batch:
         self.rows: list[int | None] = []
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
         self.burst = _BURST.get(device.type, 8)
+        self.ahead = sys.maxsize
+        self.capture_seconds = 0.0
 
     def live(self) -> list[int]:
         return [sample for sample in self.rows if sample is not None]
@@ -188,10 +194,10 @@ class _Batch:
         if source != list(range(len(unique))):
             fresh, logits = select(fresh, source), logits.index_select(0, _to(self.device, source))
         tokens = self.pick(logits, uniforms)
-        self._insert(samples, fresh, tokens)
+        self._insert(samples, [len(prompt) for prompt in prompts], fresh, tokens)
         return tokens
 
-    def _insert(self, samples: list[int], fresh: ModelCache, tokens: Tensor) -> None:
+    def _insert(self, samples: list[int], lengths: list[int], fresh: ModelCache, tokens: Tensor) -> None:
         raise NotImplementedError
 
     def step(self, uniforms: Tensor) -> Tensor:
@@ -204,61 +210,82 @@ class _Batch:
 
 
 class _Slots(_Batch):
-    """Rows are slots of buffers that never move: for caches of a fixed size.
+    """Rows are slots of buffers that do not move under a graph.
 
     A step always computes every slot, the free ones without touching a state, so that it can be one CUDA graph, and so
     that the shapes of its matrix products, which decide how they round, are the same whatever else is in the batch.
+
+    Caches that grow have one capacity for all slots, which is what the longest live sequence has asked for so far, by
+    their own rule. To grow, they move, and a graph of the step is worth nothing then: it is captured anew, and only
+    where at least ``pays`` steps follow before the next move or the end; others run without one.
     """
 
-    def __init__(self, model: nn.Module, limit: int, device: torch.device, pick: Pick, graph: bool):
+    def __init__(
+        self, model: nn.Module, limit: int, device: torch.device, pick: Pick, graph: bool = False, pays: int = 1
+    ):
         super().__init__(model, limit, device, pick)
         self.rows = [None] * limit
+        self.lengths = [0] * limit  # tokens that each slot's sequence has in the cache
         self.tokens = torch.zeros(limit, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(limit, dtype=torch.float32, device=device)
         self.slots = torch.full((limit,), -1, dtype=torch.int32, device=device)
-        self.cache: list[KDACache] = []
-        self.wants_graph, self.graph, self.capture_seconds = graph, None, 0.0
+        self.cache: list[KDACache | TokenCache] = []
+        self.wants_graph, self.pays = graph, pays
+        self.graph: Any = None
 
     def room(self) -> int:
         return self.rows.count(None)
 
-    def _insert(self, samples: list[int], fresh: ModelCache, tokens: Tensor) -> None:
-        layers = cast("list[KDACache]", fresh)
+    def _insert(self, samples: list[int], lengths: list[int], fresh: ModelCache, tokens: Tensor) -> None:
+        layers = cast("list[KDACache | TokenCache]", fresh)
         if not self.cache:
             self._allocate(layers)
         free = [row for row, sample in enumerate(self.rows) if sample is None][: len(samples)]
         target = _to(self.device, free)
+        self._make_room(max(lengths), 0)
         for mine, new in zip(self.cache, layers):
+            if isinstance(mine, TokenCache):
+                mine.put(target, cast(TokenCache, new))
+                continue
             for name in _FIXED_SIZE:
                 getattr(mine, name).index_copy_(0, target, getattr(new, name))
         self.slots.index_copy_(0, target, target.to(torch.int32))
         self.tokens.index_copy_(0, target, tokens)
-        for row, sample in zip(free, samples):
-            self.rows[row] = sample
+        for row, sample, length in zip(free, samples, lengths):
+            self.rows[row], self.lengths[row] = sample, length
 
-    def _allocate(self, like: list[KDACache]) -> None:
+    def _allocate(self, like: list[KDACache | TokenCache]) -> None:
         for layer in like:
-            tensors = [getattr(layer, name) for name in _FIXED_SIZE]
-            self.cache.append(KDACache(*(t.new_zeros(self.limit, *t.shape[1:]) for t in tensors)))
-            self.cache[-1].slots = self.slots
-        if not self.wants_graph:
-            return
-        # No slot is taken yet, so that the steps before the capture change nothing.
-        torch.cuda.synchronize(self.device)
-        began = time.perf_counter()
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self._advance()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            # Other threads, a process group's watchdog or a data loader, may speak to the device meanwhile.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self._advance()
-        torch.cuda.synchronize(self.device)
-        self.capture_seconds = time.perf_counter() - began
+            mine: KDACache | TokenCache
+            if isinstance(layer, TokenCache):
+                assert layer.rows is not None
+                mine = TokenCache()
+                mine.rows = layer.rows.new_zeros(self.limit, *layer.rows.shape[1:])
+                mine.lengths = layer.lengths.new_ones(self.limit)  # attention to no token at all is not a number
+            else:
+                tensors = [getattr(layer, name) for name in _FIXED_SIZE]
+                mine = KDACache(*(t.new_zeros(self.limit, *t.shape[1:]) for t in tensors))
+            mine.slots = self.slots
+            self.cache.append(mine)
+
+    def _make_room(self, bound: int, tokens: int) -> int:
+        """Grows the caches where sequences of at most ``bound`` tokens need it for so many more; how many fit then."""
+        room = sys.maxsize
+        for layer in self.cache:
+            if isinstance(layer, TokenCache):
+                layer.bound = bound
+                if layer.reserve(tokens):
+                    self.graph = None
+                room = min(room, layer.room())
+        return room
+
+    def _capture(self) -> None:
+        kept = [(tensor, tensor.clone()) for tensor in (self.slots, self.tokens)]
+        self.slots.fill_(-1)  # no slot is taken, so that the steps before the capture change no sequence
+        self.graph, seconds = _captured(self._advance, self.device)
+        for tensor, value in kept:
+            tensor.copy_(value)
+        self.capture_seconds += seconds
 
     def _advance(self) -> None:
         # A row that is not finite gives the token -1, which no embedding has; the host finds it at its next look.
@@ -267,10 +294,17 @@ class _Slots(_Batch):
 
     def step(self, uniforms: Tensor) -> Tensor:
         self.uniforms.copy_(uniforms)
+        live = [row for row, sample in enumerate(self.rows) if sample is not None]
+        room = self._make_room(max((self.lengths[row] for row in live), default=0), 1)
+        if self.wants_graph and self.graph is None and min(room, self.ahead) >= self.pays:
+            self._capture()
         if self.graph is None:
             self._advance()
         else:
             self.graph.replay()
+        for row in live:
+            self.lengths[row] += 1
+        self.ahead -= 1
         return self.tokens.clone()
 
     def release(self, done: set[int]) -> None:
@@ -281,10 +315,25 @@ class _Slots(_Batch):
             self.rows[row] = None
 
 
-class _Growing(_Batch):
-    """Rows are the sequences still going: for caches that grow with their sequences, and can only be cut down.
+def _captured(step: Callable[[], None], device: torch.device) -> tuple[Any, float]:
+    """A step as a CUDA graph, after two of it that are run, and how long that took, seconds."""
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    with torch.cuda.device(device):
+        for _ in range(2):  # on no stream of their own, which would keep a workspace of the matrix products' for good
+            step()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, a process group's watchdog or a data loader, may speak to the device meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+    torch.cuda.synchronize(device)
+    return graph, time.perf_counter() - began
 
-    New samples come in when all are done.
+
+class _Growing(_Batch):
+    """Rows are the sequences still going: for caches that grow with their sequences, without a graph.
+
+    Caches are cut down to the rows that are left. New samples come in when all are done.
     """
 
     def __init__(self, model: nn.Module, limit: int, device: torch.device, pick: Pick):
@@ -294,7 +343,7 @@ class _Growing(_Batch):
     def room(self) -> int:
         return 0 if self.rows else self.limit
 
-    def _insert(self, samples: list[int], fresh: ModelCache, tokens: Tensor) -> None:
+    def _insert(self, samples: list[int], lengths: list[int], fresh: ModelCache, tokens: Tensor) -> None:
         self.rows = list[int | None](samples)
         self.cache, self.tokens = fresh, tokens
 
@@ -314,19 +363,42 @@ _BURST = {"cpu": 1}
 _FIXED_SIZE = ("state", "conv_q", "conv_k", "conv_v")
 _PREFILL_TOKENS = 16384
 """Prompts are read together up to so many tokens: their logits take memory."""
+_UNASKED = False
+"""Whether models with experts or with caches that grow replay a graph where the caller leaves the choice open."""
+_CAPTURE_PAYS = 32
+"""Of these models a step is captured where at least so many steps follow: a capture takes as long as a dozen or so."""
 
 
 def can_capture(model: nn.Module, device: torch.device) -> str | None:
-    """None where a decode step of ``model`` can be one CUDA graph, else what stands against it."""
+    """None where a decode step of ``model`` can be one CUDA graph, else what stands against it.
+
+    Under autocast as it is where this is called: it decides whether experts count their tokens on the device.
+    """
     if device.type != "cuda":
         return "the device is no GPU"
     if _world_size() > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         return "the model is spread over several processes"
-    if not all(isinstance(layer, KDACache) for layer in model.new_cache()):  # type: ignore[operator]
-        return "a layer's cache grows with its sequence"
-    if any(getattr(module, "moe_enabled", False) for module in model.modules()):
-        return "experts count their tokens on the host"
-    return None
+    if not all(isinstance(layer, (KDACache, TokenCache)) for layer in model.new_cache()):  # type: ignore[operator]
+        return "a layer's cache is none that a graph can hold"
+    reasons = (module.waits_for(device) for module in model.modules() if isinstance(module, MixtureOfExperts))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def new_batch(model: nn.Module, limit: int, device: torch.device, pick: Pick, cuda_graph: bool | None) -> _Batch:
+    """An empty batch of up to ``limit`` sequences; ``generate`` says what ``cuda_graph`` chooses.
+
+    Raises:
+        ValueError: a graph was asked for that cannot be captured.
+    """
+    against = can_capture(model, device)
+    if cuda_graph and against is not None:
+        raise ValueError(f"decode cannot be captured in a CUDA graph: {against}")
+    fixed = all(isinstance(layer, KDACache) for layer in model.new_cache())  # type: ignore[operator]
+    plain = fixed and not any(isinstance(module, MixtureOfExperts) for module in model.modules())
+    graph = against is None and ((plain or _UNASKED) if cuda_graph is None else cuda_graph)
+    if fixed or graph:
+        return _Slots(model, limit, device, pick, graph, pays=1 if plain else _CAPTURE_PAYS)
+    return _Growing(model, limit, device, pick)
 
 
 def generate(
@@ -350,6 +422,11 @@ def generate(
     call gives the same text, and other prompts beside it change no text as long as the number of slots and the lengths
     read in one prefill are the same.
 
+    What full attention keeps grows with the text. Replaying a graph, each slot has room for the longest sequence that
+    has been in the batch, and an eighth over, in multiples of 256 tokens, whatever it holds itself: ``slots`` times so
+    many tokens in all. Without a graph it is the sequences still going that have as much, and the others wait until
+    all of them have ended; that cuts matrix products down as sequences end, so that the two may round otherwise.
+
     Args:
         model: a Decoder, in any layout; called uncompiled, in eval mode, and left in the mode it was in.
         samples: prompts of at least one token; lengths may differ. Prompts that are the same are read once.
@@ -358,7 +435,9 @@ def generate(
         vocab_size: the tokenizer's size, where the model's is rounded up: what lies past it is never drawn.
         device: of the model's inputs; the parameters' if not given.
         slots: how many sequences decode at once; the others wait for one to end.
-        cuda_graph: whether decode replays a captured CUDA graph; None: where ``can_capture`` finds nothing against it.
+        cuda_graph: whether decode replays a captured CUDA graph; None: where ``can_capture`` finds nothing against it,
+            no layer's cache grows with its sequence, and none has experts. Such models' steps are captured where 32
+            or more of them follow, and again whenever their caches have outgrown their room.
         on_token: called with (sample, token) for each new token but eos; returning True ends that sequence ("stop").
             On a GPU tokens come in bursts of a few.
         on_end: called with each sample when it ends.
@@ -377,9 +456,6 @@ def generate(
     device = next(model.parameters()).device if device is None else device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    against = can_capture(model, device)
-    if cuda_graph and against is not None:
-        raise ValueError(f"decode cannot be captured in a CUDA graph: {against}")
     speed = Speed() if speed is None else speed
     greedy = sampling.temperature < sys.float_info.min
     generators = [_generator(sampling.seed, sample.key or str(i)) for i, sample in enumerate(samples)]
@@ -404,15 +480,10 @@ def generate(
             dist.broadcast(tokens, src=0)
         return tokens
 
+    batch = new_batch(model, min(slots, len(samples)), device, pick, cuda_graph)
     with inference(model):
-        batch: _Batch
-        limit = min(slots, len(samples))
-        if all(isinstance(layer, KDACache) for layer in model.new_cache()):  # type: ignore[operator]
-            batch = _Slots(model, limit, device, pick, graph=against is None and cuda_graph is not False)
-        else:
-            batch = _Growing(model, limit, device, pick)
         waiting = deque(range(len(samples)))
-        began = time.perf_counter()
+        began, captured = time.perf_counter(), 0.0
         while waiting or batch.live():
             drawn: list[tuple[list[int | None], Tensor]] = []  # the samples of some rows, and a token of each
             room, read = batch.room(), 0
@@ -428,14 +499,14 @@ def generate(
                 speed.prefill_tokens += sum(map(len, set(prompts)))
             else:
                 longest = max(sampling.max_new_tokens - len(samples[i].tokens) for i in batch.live())
+                batch.ahead = longest + (sampling.max_new_tokens if waiting else 0)
                 for numbers in uniforms(batch.rows, min(batch.burst, longest)):
                     drawn.append(([*batch.rows], batch.step(numbers)))
             values = torch.cat([tokens for _, tokens in drawn]).tolist()  # the one wait for the device
             now = time.perf_counter()
-            if isinstance(batch, _Slots):
-                speed.graph = batch.graph is not None
-                began += batch.capture_seconds - speed.capture_seconds
-                speed.capture_seconds = batch.capture_seconds
+            began += batch.capture_seconds - captured
+            captured = batch.capture_seconds
+            speed.graph, speed.capture_seconds = captured > 0, captured
             done: set[int] = set()
             for i, token in zip([i for row in drawn for i in row[0]], values):
                 if i is None or i in done:

@@ -130,6 +130,10 @@ class Generation:
     """Sample among the likeliest tokens that hold this much probability; 1: all."""
 
     seed: int = 0
+    cuda_graph: bool | None = None
+    """Whether decode replays a captured CUDA graph; left out, it does on one GPU, but for models with full attention or
+    experts."""
+
     max_prompt_tokens: int = 1024
     """A longer prompt is refused when the job starts."""
 

@@ -72,6 +72,10 @@ class Reorderer(TokenReorderer):
         return top_scores.flatten()[order], order, count_tokens(selected_experts_indices, self.num_experts)
 
 
+_GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities that torch has a kernel of grouped products for."""
+
+
 class Experts(GroupedExperts):
     """torchtitan's experts, [E, ...] weights.
 
@@ -79,8 +83,13 @@ class Experts(GroupedExperts):
     the device.
     """
 
+    @staticmethod
+    def grouped(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether tokens like these take the grouped products."""
+        return device.type == "cuda" and dtype == torch.bfloat16
+
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        self.use_grouped_mm = x.is_cuda and x.dtype == torch.bfloat16
+        self.use_grouped_mm = self.grouped(x.device, x.dtype)
         return super().forward(x, num_tokens_per_expert)
 
 
@@ -137,6 +146,17 @@ class MixtureOfExperts(MoE):
             if getattr(self, name).dtype != torch.float32:
                 setattr(self, name, buffer.to(getattr(self, name).device))  # moved, not cast
         return self
+
+    def waits_for(self, device: torch.device) -> str | None:
+        """Why a forward on this device, under autocast as it is now, waits for it; None: it does not."""
+        kind = device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.experts.w1.dtype
+        if not Experts.grouped(device, dtype):
+            return f"experts count their tokens on the host in {str(dtype).removeprefix('torch.')}"
+        # Elsewhere torch multiplies group by group, and reads on the host where they end.
+        if torch.cuda.get_device_capability(device)[0] not in _GROUPED_CAPABILITIES:
+            return "experts count their tokens on the host on this GPU"
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, dim] to [B, T, dim], in autocast's dtype where it is on: tokens are sent to experts in it."""

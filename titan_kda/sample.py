@@ -22,7 +22,7 @@ from . import hf_format
 from ._version import __version__
 from .checkpoint import CheckpointError, read_weights, resolve_checkpoint
 from .data import build_tokenizer, check_vocab, stream_decoder
-from .generate import NotFiniteError, Sample, Speed, encode_prompt, generate, settings_of
+from .generate import NotFiniteError, Sample, Speed, can_capture, encode_prompt, generate, settings_of
 from .job_config import JobError, JobParser, check_sampling, model_args_of
 from .model import Decoder
 from .train import load_job
@@ -55,7 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument("--slots", type=int, default=64, help="sequences generated at once (default 64)")
-    parser.add_argument("--no-cuda-graph", action="store_true", help="decode without a captured CUDA graph")
+    parser.add_argument(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        help="decode by a captured CUDA graph, or without; by default with it on a GPU, but for models with full "
+        "attention or experts",
+    )
     parser.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one")
@@ -242,6 +247,8 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
     except ValueError as error:
         raise JobError(f"prompt: {error}") from None
     model = load_model(job_config, args.checkpoint, device, dtype)
+    if args.cuda_graph and (against := can_capture(model, device)) is not None:
+        raise JobError(f"--cuda-graph: {against}")
 
     samples = [
         Sample(list(tokens), key=f"{i}/{n}") for i, tokens in enumerate(encoded) for n in range(args.num_samples)
@@ -260,7 +267,7 @@ def run(args: argparse.Namespace, settings: list[str]) -> int:
             vocab_size=tokenizer.get_vocab_size(),
             device=device,
             slots=args.slots,
-            cuda_graph=False if args.no_cuda_graph else None,
+            cuda_graph=args.cuda_graph,
             on_token=printer.token,
             on_end=printer.end,
             speed=speed,

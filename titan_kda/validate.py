@@ -27,7 +27,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from .data import build_validation_dataloader
-from .generate import NotFiniteError, Sample, Speed, encode_prompt, generate, settings_of
+from .generate import NotFiniteError, Sample, Speed, can_capture, encode_prompt, generate, settings_of
 from .job_config import JobError
 
 
@@ -112,20 +112,23 @@ class GeneratingValidator(Validator):
         """Continues the job's prompts and writes what comes.
 
         Raises:
-            JobError: the weights are not finite any more.
+            JobError: the weights are not finite any more, or generation.cuda_graph asks for what cannot be captured.
         """
         section = self.job_config.generation
         samples = [Sample(prompt) for prompt in self.prompts]
-        speed = Speed()
+        speed, device = Speed(), torch.device(utils.device_type)
         try:
             with self.maybe_enable_amp:
+                if section.cuda_graph and (against := can_capture(model, device)) is not None:
+                    raise JobError(f"generation.cuda_graph: {against}")
                 generate(
                     model,
                     samples,
                     settings_of(section),
                     eos_id=self.tokenizer.eos_id,
                     vocab_size=self.tokenizer.get_vocab_size(),
-                    device=torch.device(utils.device_type),
+                    device=device,
+                    cuda_graph=section.cuda_graph,
                     speed=speed,
                 )
         except NotFiniteError as error:
