@@ -1,6 +1,6 @@
 """The likeliest next token at each position of a fixed text, under a job's layout and from its last checkpoint.
 
-    torchrun ... -m teacher_forcing FILE --job.config_file job.toml ...       # tokens' numbers, one row a line, to FILE
+torchrun ... -m teacher_forcing FILE --job.config_file job.toml ...       # tokens' numbers, one row a line, to FILE
 """
 
 import argparse
