@@ -175,6 +175,9 @@ def test_safetensors_file_and_folders(tmp_path):
 
 
 def test_what_is_not_there_or_no_checkpoint(tmp_path):
+    for name in ("x" * 5000, "~no such user/x"):
+        with pytest.raises(CheckpointNotFoundError, match="no such file or folder"):
+            resolve_checkpoint(name)
     with pytest.raises(CheckpointNotFoundError, match="no such file or folder") as error:
         resolve_checkpoint(tmp_path / "none")
     assert isinstance(error.value, FileNotFoundError) and isinstance(error.value, CheckpointError)

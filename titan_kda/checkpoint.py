@@ -110,15 +110,15 @@ def resolve_checkpoint(path: str | os.PathLike) -> Checkpoint:
     Raises:
         CheckpointNotFoundError, UnfinishedCheckpointError, InvalidCheckpointError: what is wrong with it.
     """
-    root = Path(path).expanduser()
-    if root.is_file():
+    root = Path(os.path.expanduser(path))
+    if os.path.isfile(root):
         if root.suffix == ".safetensors":
             _open_safetensors([root])
             return Checkpoint(root, "safetensors", _step_of(root.parent))
         if _DCP_FILE.fullmatch(root.name) or root.name == _SAFETENSORS_INDEX:
             raise InvalidCheckpointError(f"{root} is a part of a checkpoint: give its folder, {root.parent}")
         raise InvalidCheckpointError(f"{root} is no checkpoint: neither a checkpoint's folder nor a .safetensors file")
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise CheckpointNotFoundError(f"no such file or folder: {root}")
     if _kind_of(root) is not None or _step_of(root) is not None or any(root.glob("__*.distcp")):
         return _whole_checkpoint(root)
@@ -580,7 +580,7 @@ def validate_checkpoint_settings(job_config: JobConfig, *, has_adapter: bool = F
         raise CheckpointSettingError(
             f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, got {settings.keep_latest_k}"
         )
-    if settings.initial_load_path and not Path(settings.initial_load_path).is_dir():
+    if settings.initial_load_path and not os.path.isdir(settings.initial_load_path):
         raise CheckpointSettingError(f"checkpoint.initial_load_path is no folder: {settings.initial_load_path}")
     if saves and settings.last_save_in_hf and not has_adapter:
         raise CheckpointSettingError("checkpoint.last_save_in_hf needs a state_dict_adapter, which this model lacks")

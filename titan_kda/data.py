@@ -189,7 +189,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     if name == "byte":
         return ByteTokenizer()
     folder = Path(job_config.model.hf_assets_path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise FileNotFoundError(f"data.tokenizer = 'hf': model.hf_assets_path is no folder: {folder}")
     if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.json", "vocab.txt")):
         raise FileNotFoundError(f"data.tokenizer = 'hf': no tokenizer.json in model.hf_assets_path: {folder}")
@@ -363,8 +363,8 @@ def read_text_folder(folder: str | os.PathLike) -> list[SourceFile]:
         FileNotFoundError: no such folder, or none of these files in it.
         ValueError: a line of a .jsonl file that is no JSON object with a string "text".
     """
-    root = Path(folder).expanduser()
-    if not root.is_dir():
+    root = Path(os.path.expanduser(folder))
+    if not os.path.isdir(root):
         raise FileNotFoundError(f"text_files: dataset_path is no folder: {root}")
     files = []
     undecodable = []
@@ -547,6 +547,13 @@ def check_data(job_config: JobConfig) -> None:
             raise ValueError(
                 f"{section}.dataset must be one of {', '.join(sorted(DATASETS))}, got {settings.dataset!r}"
             )
+        if settings.dataloader.num_workers < 0:
+            raise ValueError(
+                f"{section}.dataloader.num_workers must be at least 0, got {settings.dataloader.num_workers}"
+            )
+        ahead = settings.dataloader.prefetch_factor
+        if ahead is not None and ahead < 1:
+            raise ValueError(f"{section}.dataloader.prefetch_factor must be at least 1, got {ahead}")
         if name in _OURS and settings.dataloader.num_workers > 1:
             raise ValueError(
                 f"{section}.dataloader.num_workers must be 0 or 1, got {settings.dataloader.num_workers}: each worker "
@@ -559,7 +566,7 @@ def check_data(job_config: JobConfig) -> None:
             )
         if name.startswith("text_files") and not path:
             raise ValueError(f"{section}.dataset = {name!r} needs {section}.dataset_path, a folder")
-        if name.startswith("text_files") and not Path(path).expanduser().is_dir():
+        if name.startswith("text_files") and not os.path.isdir(os.path.expanduser(path)):
             raise FileNotFoundError(f"{section}.dataset_path is no folder: {path}")
         if name.endswith("_validation") and name in _OURS and not _data_section(job_config).validation_fraction:
             raise ValueError(f"{section}.dataset = {name!r} needs data.validation_fraction above 0")

@@ -568,8 +568,8 @@ def open_folder(path: str | os.PathLike, args: ModelArgs) -> Folder:
         UnsupportedArchitectureError: the model has no Hugging Face form.
         CheckpointNotFoundError, UnfinishedCheckpointError, InvalidCheckpointError: no folder, or a damaged one.
     """
-    root = Path(path).expanduser()
-    if not root.is_dir():
+    root = Path(os.path.expanduser(path))
+    if not os.path.isdir(root):
         raise CheckpointNotFoundError(f"no such folder: {root}")
     config = _read_json(root / CONFIG)
     if problems := config_differences(config, args):

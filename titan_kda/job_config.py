@@ -206,16 +206,29 @@ def conforms(value: Any, kind: Any) -> bool:
         return isinstance(value, origin)
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if kind is int:  # of 64 bits, as tensors hold them
+        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
     return not isinstance(kind, type) or isinstance(value, kind) or is_dataclass(kind)
+
+
+def shown(value: Any) -> str:
+    """A mistaken value as a message of one line tells it."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def _mistaken(name: str, kind: Any, value: Any) -> str:
+    digits = str(value).lstrip("+-")
+    hint = " (64 bits are the most)" if kind is int and digits.isdigit() and len(digits) > 18 else ""
+    return f"{name} must be {_name(kind)}, got {shown(value)}{hint}"
 
 
 def type_errors(cls: Any, values: dict[str, Any], path: str = "") -> Iterator[str]:
     """What is wrong with a parsed TOML table: unknown keys, and values of another type than the dataclass's fields."""
     known = {f.name: f.type for f in fields(cls)}
     for key, value in values.items():
-        where = f"{path}.{key}" if path else key
+        name = key if key.isprintable() and 0 < len(key) <= 200 else shown(key)
+        where = f"{path}.{name}" if path else name
         if key not in known:
             near = f"[{path}] has {', '.join(known)}" if path else f"the sections are {', '.join(known)}"
             yield f"unknown key {where}; {near}"
@@ -223,9 +236,9 @@ def type_errors(cls: Any, values: dict[str, Any], path: str = "") -> Iterator[st
             if isinstance(value, dict):
                 yield from type_errors(known[key], value, where)
             else:
-                yield f"{where} must be a table, got {value!r}"
+                yield f"{where} must be a table, got {shown(value)}"
         elif not conforms(value, known[key]):
-            yield f"{where} must be {_name(known[key])}, got {value!r}"
+            yield _mistaken(where, known[key], value)
 
 
 # ---- the command line ----
@@ -253,10 +266,17 @@ def _reads_as(text: str, kind: Any) -> bool:
         return text in ("True", "False")
     if kind is int or kind is float:
         try:
-            kind(text)
+            return conforms(kind(text), kind)
         except ValueError:
             return False
     return True
+
+
+def _begins_a_setting(word: str) -> bool:
+    """Whether the parser takes a word that follows a setting's name for another setting: "-1" and "-inf" are values."""
+    if word.startswith("--"):
+        return True
+    return word[:1] == "-" and word[1:2].isalpha() and word[1:].lower() not in ("inf", "infinity", "nan")
 
 
 def _nearest(name: str, names: list[str]) -> str:
@@ -271,7 +291,8 @@ def check_arguments(cls: Any, args: list[str]) -> None:
     """Refuses settings on the command line that the job's dataclass does not have, and values it could not hold.
 
     ``--section.key value`` and ``--section.key=value``, with "-" or "_" between words; a boolean takes no value, and
-    ``--section.no-key`` makes it false. ``--help`` among them is the parser's own business, and so are all others then.
+    ``--section.no-key`` makes it false. A value that begins with "-" and a letter takes the second form. ``--help``
+    among them is the parser's own business, and so are all others then.
 
     Raises:
         JobError: the first mistake.
@@ -285,24 +306,30 @@ def check_arguments(cls: Any, args: list[str]) -> None:
     while words:
         word = words.pop()
         if not word.startswith("--"):
-            raise JobError(f"unexpected argument {word!r}: a setting is given as --section.key value")
+            raise JobError(f"unexpected argument {shown(word)}: a setting is given as --section.key value")
         given, equals, value = word.partition("=")
         name = given[2:].replace("-", "_")
         many = list[list[str]] in get_args(kinds.get(name))  # a word for each of the inner lists
         values = [value] if equals else []
-        while not equals and words and not words[-1].startswith("--") and (many or not values):
+        while not equals and words and not _begins_a_setting(words[-1]) and (many or not values):
             values.append(words.pop())
         if name in flags:
             if values:
-                raise JobError(f"{given} takes no value, got {values[0]!r}: --section.no-key makes a setting false")
+                raise JobError(
+                    f"{given} takes no value, got {shown(values[0])}: --section.no-key makes a setting false"
+                )
             continue
         if name not in kinds:
-            raise JobError(f"unknown setting {given}; {_nearest(name, [*kinds, *flags])}")
-        wanted = _name(kinds[name]).replace("bool", "True or False")
+            unknown = given if given.isprintable() and len(given) <= 200 else shown(given)
+            raise JobError(f"unknown setting {unknown}; {_nearest(name[:200], [*kinds, *flags])}")
         if not values:
-            raise JobError(f"{given} needs a value: {wanted}")
-        if not all(_reads_as(value, kinds[name]) for value in values):
-            raise JobError(f"{name} must be {wanted}, got {values[0]!r}")
+            wanted = _name(kinds[name]).replace("bool", "True or False")
+            hint = ""
+            if words and _reads_as(words[-1], kinds[name]):
+                hint = f' (one that begins with "-" as in {given}={words[-1][:20]!r})'
+            raise JobError(f"{given} needs a value: {wanted}{hint}")
+        if wrong := [value for value in values if not _reads_as(value, kinds[name])]:
+            raise JobError(_mistaken(name, kinds[name], wrong[0]).replace("bool", "True or False", 1))
 
 
 def _as_table(config: Any) -> dict[str, Any]:
@@ -323,6 +350,8 @@ _AT_LEAST = {
     "training.gc_freq": 1,
     "metrics.log_freq": 1,
     "optimizer.lr": 0,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0,
     "parallelism.tensor_parallel_degree": 1,
     "parallelism.expert_parallel_degree": 1,
@@ -362,6 +391,9 @@ def check_job(job_config: Any) -> None:
     for name, least in (_AT_LEAST | (_AT_LEAST_IF_VALIDATING if job_config.validation.enable else {})).items():
         if not least <= _setting(job_config, name) < float("inf"):
             raise JobError(f"{name} must be at least {least}, got {_setting(job_config, name)}")
+    for name in ("optimizer.beta1", "optimizer.beta2"):
+        if not 0 <= _setting(job_config, name) < 1:
+            raise JobError(f"{name} must be from 0 to below 1, got {_setting(job_config, name)}")
     if job_config.optimizer.name not in ("Adam", "AdamW"):
         raise JobError(f"optimizer.name must be 'Adam' or 'AdamW', got {job_config.optimizer.name!r}")
     args = model_args_of(job_config)
@@ -470,7 +502,13 @@ def check_dump_folder(path: str) -> None:
         JobError: one line that says why.
     """
     folder = Path(path).absolute()
-    there = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long, or that no file can have
+        raise JobError(f"job.dump_folder {shown(path)}: {getattr(error, 'strerror', None) or error}") from None
+    there = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not there.is_dir():
         raise JobError(f"job.dump_folder {path!r}: {there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):

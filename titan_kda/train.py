@@ -69,7 +69,9 @@ def read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise JobError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise JobError(f"{path}: not TOML that can be read: lists or tables in one another, too deep") from None
+    except ValueError as error:  # tomllib's own, no UTF-8, or a number of thousands of digits
         raise JobError(f"{path}: not TOML: {error}") from None
 
 

@@ -1,5 +1,6 @@
 """The TOML jobs that ship with titan-kda, found by name: ``find_job("kda_debug")``."""
 
+import os
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -16,12 +17,12 @@ def find_job(name: str) -> Path:
     Raises:
         JobError: neither a file nor a shipped job.
     """
-    from titan_kda.job_config import JobError
+    from titan_kda.job_config import JobError, shown
 
     path = Path(name)
-    if path.is_file():
+    if os.path.isfile(path):  # which is False, too, for what cannot be a file's name
         return path
     shipped = FOLDER / f"{path.name.removesuffix('.toml')}.toml"
-    if path.name == name and shipped.is_file():
+    if path.name == name and os.path.isfile(shipped):
         return shipped
-    raise JobError(f"no job file {name!r}, and no shipped job of that name; there are {', '.join(job_names())}")
+    raise JobError(f"no job file {shown(name)}, and no shipped job of that name; there are {', '.join(job_names())}")
