@@ -1,5 +1,7 @@
 """The KDA layer, against its formula written out in FP64, and its behaviour in each phase."""
 
+import copy
+import io
 import math
 
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from titan_kda.attention import Backends, ForgetGate, KimiDeltaAttention
 from titan_kda.cache import KDACache
 from titan_kda.initialize import Initializer
+from titan_kda.model import SwiGLU
 from titan_kda.packing import pack
 
 DIM, HEADS, K, V = 24, 2, 12, 20
@@ -221,8 +224,48 @@ def test_packing_leaves_what_it_cannot_take(monkeypatch):
         torch.testing.assert_close(mine, layer(x))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert pack([plain[0], torch.nn.Linear(4, 5)]) is None  # a bias
+    assert pack([plain[0], torch.nn.Linear(4, 5, bias=False, dtype=torch.bfloat16)]) is None
+    quantised = torch.nn.Linear(4, 5, bias=False)
+    quantised.weight = torch.nn.Parameter(Quantised(torch.randn(5, 4)))
+    assert pack([plain[0], quantised]) is None
+    patched = torch.nn.Linear(4, 5, bias=False)
+    patched.forward = lambda x: x
+    assert pack([plain[0], patched]) is None
     plain[1].register_forward_hook(lambda *_: None)
     assert pack(plain) is None
+
+
+class Quantised(torch.Tensor):
+    """A weight whose numbers are not what its storage holds."""
+
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return cls(args[0]) if function is torch.ops.aten.detach.default else NotImplemented
+
+
+def test_a_packed_model_s_copies_and_gradients(monkeypatch):
+    """Copies come unpacked, since nobody would unpack them; gradients reach the layers, not the packed weights."""
+    model = torch.nn.ModuleList([make_layer(), SwiGLU(DIM, 20)])
+    model[1].init_weights(Initializer(0), "ffn", 1.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in model:
+        module.pack()
+    monkeypatch.undo()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert all(module._packed is None for module in copied)
+    x = torch.randn(2, 5, DIM)
+    with torch.no_grad():
+        packed = model[1](x)
+        assert all(module._packed is not None for module in model)
+        torch.testing.assert_close(packed, copied[1](x))
+    (model[1](x) + model[0](x)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_phases():

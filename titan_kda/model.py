@@ -291,7 +291,7 @@ class SwiGLU(nn.Module):
         self._packed: PackedLinear | None = None
 
     def pack(self) -> None:
-        """Until ``unpack()``, w1 and w3 are one product with copies of them."""
+        """Until ``unpack()``, w1 and w3 are one product with copies of them where no gradients are on."""
         self._packed = pack([self.w1, self.w3])
 
     def unpack(self) -> None:
@@ -304,7 +304,8 @@ class SwiGLU(nn.Module):
         init.trunc_normal(self.w2.weight, f"{name}.w2.weight", output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = (self.w1(x), self.w3(x)) if self._packed is None else self._packed(x)
+        packed = None if torch.is_grad_enabled() else self._packed  # whose copies would take w1's and w3's gradients
+        gate, up = (self.w1(x), self.w3(x)) if packed is None else packed(x)
         return self.w2(F.silu(gate) * up)
 
 
