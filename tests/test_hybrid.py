@@ -250,14 +250,15 @@ def test_rows_that_hold_no_sequence():
     assert cache.rows[0, 0, :3, 0].tolist() == [1, 7, 0] and cache.rows[2, 0, :5, 0].tolist() == [4, 5, 6, 9, 0]
     other = TokenCache()
     other.extend(torch.tensor([8.0, 6])[:, None, None], torch.tensor([0, 2], dtype=torch.int32), 2)
-    cache.rows[2, 0, 100] = float("nan")  # of the sequence that was there
+    assert cache.reserve(300) and cache.rows.shape[2] == 512
+    cache.rows[2, 0, 400] = float("nan")  # of the sequence that was there
     cache.put(torch.tensor([2]), other)
     assert (
         cache.lengths.tolist() == [2, 2, 2] and cache.rows[2].sum() == 14 and cache.rows[2, 0, :2, 0].tolist() == [8, 6]
     )
     assert torch.equal(cache.rows[:2, :, :1], torch.cat([before[:1, :, :1], before[1:2, :, :1]]))
-    other.bound = TokenCache.PIECE
-    with pytest.raises(ValueError, match="room for 255 tokens, not for 256"):
+    other.bound = 512
+    with pytest.raises(ValueError, match="room for 511 tokens, not for 512"):
         cache.put(torch.tensor([0]), other)
 
 
