@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import at_least, output_file, picture
 from torch import Tensor, nn
 
 from titan_kda.cache import TokenCache
@@ -227,6 +228,39 @@ def contexts(
     return found
 
 
+def write_rows(rows: Sequence[dict[str, Any]], file: Path | None) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(rows, indent=1))
+
+
+_DRAWN = {
+    "flavor": str,
+    "device": str,
+    "batch": int,
+    "context": int,
+    "step_us": float | int,
+    "one_graph_us": float | int | None,
+}
+
+
+def read_contexts(file: Path) -> list[dict[str, Any]]:
+    """The rows that a run with --context wrote.
+
+    Raises:
+        ValueError: a file of something else.
+    """
+    try:
+        rows = json.loads(file.read_text())
+    except (OSError, ValueError) as error:  # no JSON, or no text
+        raise ValueError(f"{file}: {error}") from None
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)) or not all(
+        isinstance(row.get(name), kind) and name in row for row in rows for name, kind in _DRAWN.items()
+    ):
+        raise ValueError(f"{file} is not what a run with --context and --json writes")
+    return rows
+
+
 def plot_contexts(rows: Sequence[dict[str, Any]], image: Path) -> None:
     """Draws a step's time against the context, a line a flavor and batch: as one graph where it was captured."""
     import matplotlib
@@ -276,22 +310,39 @@ def main(argv: list[str] | None = None) -> int:
         "--flavor", action="append", metavar="FLAVOR[:MIXER,...]", help="several with --context (default 1.3B)"
     )
     parser.add_argument(
-        "--batch", type=int, action="append", help="sequences at once; several (default 1, 8, 64; with --context 1)"
+        "--batch",
+        type=at_least(1),
+        action="append",
+        help="sequences at once; several (default 1, 8, 64; with --context 1)",
     )
-    parser.add_argument("--context", type=int, action="append", help="tokens behind a timed step; several")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --context, draw the steps' times")
+    parser.add_argument("--context", type=at_least(1), action="append", help="tokens behind a timed step; several")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="with --context, draw the steps' times")
     parser.add_argument(
         "--read", type=Path, metavar="JSON", help="draw what a run with --context wrote, timing nothing"
     )
-    parser.add_argument("--tokens", type=int, default=128, help="generated for each sequence (default 128)")
-    parser.add_argument("--prompt-tokens", type=int, action="append", help="of a prefill (default 512 and 8192)")
+    parser.add_argument(
+        "--tokens",
+        type=at_least(2),
+        default=128,
+        help="generated for each sequence, the prefill's one too (default 128)",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=at_least(1), action="append", help="of a prefill (default 512 and 8192)"
+    )
     parser.add_argument("--skip", action="append", choices=("decode", "prefill", "loop"), default=[])
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--json", type=output_file, help="write the rows to this file")
     args = parser.parse_args(argv)
     if args.read is not None:
         if args.plot is None:
             parser.error("--read needs --plot")
-        plot_contexts(json.loads(args.read.read_text()), args.plot)
+        given = ("flavor", "batch", "context", "prompt_tokens", "skip", "json")
+        if others := [f"--{name.replace('_', '-')}" for name in given if getattr(args, name)]:
+            parser.error(f"--read times nothing: leave out {', '.join(others)}")
+        try:
+            rows = read_contexts(args.read)
+        except ValueError as error:
+            parser.error(str(error))
+        plot_contexts(rows, args.plot)
         print(args.plot)
         return 0
     flavors = args.flavor or ["1.3B"]
@@ -299,12 +350,12 @@ def main(argv: list[str] | None = None) -> int:
         name, _, pattern = flavor.partition(":")
         if name not in FLAVORS:
             parser.error(f"no flavor is called {name!r}; there are {', '.join(FLAVORS)}")
-        if unknown := set(pattern.split(",")) - {"", *MIXERS}:
+        if unknown := set(pattern.split(",") if ":" in flavor else ()) - set(MIXERS):
             parser.error(f"no mixer is called {min(unknown)!r}; there are {', '.join(MIXERS)}")
     if args.context is None and (args.plot is not None or len(flavors) > 1):
         parser.error("--plot and more than one --flavor need --context")
-    if min(args.context or [1]) < 1 or min(args.batch or [1]) < 1:
-        parser.error("--context and --batch must be at least 1")
+    if args.context is not None and (args.prompt_tokens or args.skip):
+        parser.error("--context times decode steps alone: leave out --prompt-tokens and --skip")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -321,8 +372,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.context is not None:
         rows = contexts(flavors, args.context, args.batch or [1], device, dtype)
-        if args.json:
-            Path(args.json).write_text(json.dumps(rows, indent=1))
+        write_rows(rows, args.json)
         if args.plot is not None:
             plot_contexts(rows, args.plot)
             print(args.plot)
@@ -375,8 +425,7 @@ def main(argv: list[str] | None = None) -> int:
                 speed, took = generate_once(model, prompts, draws["top-p 0.95"])
             rows.append(dict(kind="loop", turn=turn, seconds=took, graph=speed.graph))
             print(f"in the loop, 8 prompts x {args.tokens} tokens, {turn} time: {took:.2f} s (graph: {speed.graph})")
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
+    write_rows(rows, args.json)
     return 0
 
 

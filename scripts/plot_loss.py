@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import matplotlib
+from arguments import picture
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -42,6 +43,28 @@ def byte_entropies(longest: int = 3) -> list[float]:
     return [after - before for before, after in itertools.pairwise(joint)]
 
 
+def read_variants(path: Path) -> dict[str, dict]:
+    """What train_compare.py wrote.
+
+    Raises:
+        ValueError: a file of something else.
+    """
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:  # no JSON, or no text
+        raise ValueError(f"{path}: {error}") from None
+    losses = (
+        [result.get("losses") if isinstance(result, dict) else None for result in results.values()]
+        if isinstance(results, dict)
+        else []
+    )
+    if not losses or not all(
+        isinstance(own, list) and own and all(isinstance(loss, (int, float)) for loss in own) for own in losses
+    ):
+        raise ValueError(f"{path} is not what train_compare.py --json writes: losses of each variant by its name")
+    return results
+
+
 def draw_variants(results: dict[str, dict], image: Path, title: str, width: int = 20) -> None:
     figure, (above, below) = plt.subplots(2, figsize=(7, 5.5), layout="constrained", sharex=True, height_ratios=[3, 1])
     first = None
@@ -64,11 +87,17 @@ def draw_variants(results: dict[str, dict], image: Path, title: str, width: int 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's dump_folder, or train_compare.py's JSON file")
-    parser.add_argument("image", type=Path, help="the picture to write")
+    parser.add_argument("image", type=picture, help="the picture to write")
     parser.add_argument("--title", default="KDA on the Python standard library")
     args = parser.parse_args()
+    if not args.run.exists():
+        parser.error(f"no such file or folder: {args.run}")
     if args.run.is_file():
-        draw_variants(json.loads(args.run.read_text()), args.image, args.title)
+        try:
+            results = read_variants(args.run)
+        except ValueError as error:
+            parser.error(str(error))
+        draw_variants(results, args.image, args.title)
         return
 
     found = curves(args.run)

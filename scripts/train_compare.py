@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -35,13 +36,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import at_least, output_file
 from torch import Tensor
+
+_OWN_OPTIONS = {"__training.steps": "own --steps", "__job.dump_folder": "own --folder"}
 
 AVERAGED = 20
 """Steps in the average that curves are compared by."""
@@ -239,8 +242,10 @@ def train(settings: list[str], steps: int, warmup: int, job: str, folder: str) -
 
 
 def _train(settings: list[str], steps: int, warmup: int, job: str, folder: str) -> dict[str, Any]:
+    from titan_kda.job_config import check_dump_folder
     from titan_kda.train import load_job, single_process_environment
 
+    check_dump_folder(folder)
     config = load_job([f"--job.config_file={job}", *settings])
     config.training.steps = steps
     config.job.dump_folder = folder
@@ -342,7 +347,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [heads, ["---"] * len(heads)]
     for name, result in results.items():
         last = result["losses"][-averaged:]
-        cells = [name, f"{result['rows']} x {result['seq_len']:,}", f"{result['tokens_per_second']:,.0f}"]
+        cells = [
+            name.replace("|", "\\|"),
+            f"{result['rows']} x {result['seq_len']:,}",
+            f"{result['tokens_per_second']:,.0f}",
+        ]
         cells += [f"{result['mfu']:.1%}", "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"]
         cells += [f"{result['first_step_seconds']:.1f}", f"{sum(last) / len(last):.4f}"]
         if compared:
@@ -352,7 +361,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def split_variant(text: str) -> tuple[str, list[str]]:
-    """A variant's name, the words before its first setting, and its settings."""
+    """A variant's name, the words before its first setting, and its settings.
+
+    Raises:
+        ValueError: a quotation that does not end.
+    """
     words = shlex.split(text)
     named = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     return " ".join(words[:named]), words[named:]
@@ -364,14 +377,22 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--job", default="kda_340m", help="the TOML job, a file or a shipped job's name")
     parser.add_argument("--variant", action="append", help="NAME [--SETTING ...]; several (default: ours and fla)")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts")
+    parser.add_argument("--steps", type=at_least(2), default=60)
+    parser.add_argument("--warmup", type=at_least(1), default=10, help="steps before the clock starts")
     parser.add_argument("--folder", default="outputs/train_compare", help="where torchtitan may write")
-    parser.add_argument("--json", help="write results, losses too, to this file")
+    parser.add_argument("--json", type=output_file, help="write results, losses too, to this file")
     args, settings = parser.parse_known_args(argv)
-    if not 1 <= args.warmup < args.steps:
-        parser.error("--warmup must be at least 1 and below --steps")
-    variants = [split_variant(variant) for variant in args.variant or ["ours", "fla"]]
+    if args.warmup >= args.steps:
+        parser.error(f"--warmup must be below --steps, got {args.warmup} and {args.steps}")
+    variants = []
+    for variant in args.variant or ["ours", "fla"]:
+        try:
+            variants.append(split_variant(variant))
+        except ValueError as error:
+            parser.error(f"--variant {variant!r}: {error}")
+    for word in itertools.chain(settings, *(own for _, own in variants)):
+        if own := _OWN_OPTIONS.get(word.partition("=")[0].replace("-", "_")):
+            parser.error(f"{word}: a comparison has its {own}")
     names = [name for name, _ in variants]
     if not all(names) or len(set(names)) < len(names):
         parser.error("every --variant needs a name of its own")
@@ -407,7 +428,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\n{args.job}, {args.steps} steps, {args.warmup} of them before the clock, {first['device']}")
     print(table(results))
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1))
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(results, indent=1))
     return 0
 
 

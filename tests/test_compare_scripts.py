@@ -163,13 +163,85 @@ def test_decode_steps_by_context(script, tmp_path, capsys):
         (["--flavor=debugmodel", "--flavor=340M"], "need --context"),
         (["--plot=x.png"], "need --context"),
         ([f"--read={out}"], "--read needs --plot"),
-        (["--context=0"], "at least 1"),
+        (["--context=0"], "argument --context: must be at least 1"),
+        (["--batch=99999999999999999999"], "argument --batch: must be at least 1 and at most 2147483647"),
+        (["--tokens=1"], "argument --tokens: must be at least 2"),
+        (["--prompt-tokens=-4"], "argument --prompt-tokens: must be at least 1"),
+        (["--context=1.5"], "argument --context: must be an integer, got '1.5'"),
+        (["--context=1", "--skip=decode"], "leave out --prompt-tokens and --skip"),
+        (["--context=1", "--plot=x.xyz"], "argument --plot: 'x.xyz' must end in one of ."),
+        (["--context=1", f"--plot={tmp_path}"], f"argument --plot: '{tmp_path}' is a folder"),
+        ([f"--json={out}/rows.json"], f"argument --json: '{out}/rows.json': {out} is no folder"),
+        ([f"--json={'x' * 300}"], "File name too long"),
+        ([f"--read={out}", f"--plot={again}", "--context=2", "--json=x"], "leave out --context, --json"),
+        ([f"--read={again}", f"--plot={again}"], f"{again}: "),  # a picture
+        ([f"--read={tmp_path}/none", f"--plot={again}"], "No such file"),
         (["--flavor=debug"], "no flavor is called 'debug'"),
         (["--flavor=debugmodel:kda,rnn"], "no mixer is called 'rnn'"),
+        (["--flavor=debugmodel:"], "no mixer is called ''"),
+        (["--flavor=debugmodel:kda,"], "no mixer is called ''"),
     ):
         with pytest.raises(SystemExit):
             benchmark.main(wrong)
         assert words in capsys.readouterr().err
+
+    for rows in ("{}", "[]", "[3]", '[{"flavor": "a"}]', "nothing", json.dumps([graphs[0] | {"context": "x"}])):
+        out.write_text(rows)
+        with pytest.raises(SystemExit):
+            benchmark.main([f"--read={out}", f"--plot={again}"])
+        assert f"error: {out}" in capsys.readouterr().err
+
+
+def test_curves_of_variants_are_drawn(script, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    plot, results, image = script("plot_loss"), tmp_path / "results.json", tmp_path / "images" / "curves.png"
+
+    def main(*arguments):
+        monkeypatch.setattr("sys.argv", ["plot_loss.py", *map(str, arguments)])
+        plot.main()
+
+    results.write_text(json.dumps({"a": {"losses": [3.0] * 30}, "b": {"losses": [2.0, 1, 3]}}))
+    main(results, image)
+    assert image.read_bytes().startswith(b"\x89PNG")
+    for text in ("", "nothing", "{}", "[]", '{"a": 3}', '{"a": {"losses": []}}', '{"a": {"losses": [1, null]}}'):
+        results.write_text(text)
+        with pytest.raises(SystemExit):
+            main(results, image)
+        assert f"error: {results}" in capsys.readouterr().err
+    results.write_bytes(b"\xff\xfe")
+    for wrong, words in (
+        ((results, image), f"error: {results}: "),
+        ((tmp_path / "none", image), "no such file or folder"),
+        ((tmp_path, image), "no losses in"),
+        ((results, tmp_path / "x.xyz"), "must end in one of ."),
+        ((results, tmp_path / "x"), "must end in one of ."),
+        ((results, results / "x.png"), f"{results} is no folder"),
+    ):
+        with pytest.raises(SystemExit):
+            main(*wrong)
+        assert words in capsys.readouterr().err
+
+
+def test_mistaken_variants(script, tmp_path, capsys):
+    compare = script("train_compare")
+    for wrong, words in (
+        (["--variant=a 'b"], '--variant "a \'b": No closing quotation'),
+        (["--variant=a --training.steps=3"], "--training.steps=3: a comparison has its own --steps"),
+        (["--variant=a", "--job.dump-folder", "x"], "--job.dump-folder: a comparison has its own --folder"),
+        (["--steps=1"], "argument --steps: must be at least 2"),
+        (["--warmup=0"], "argument --warmup: must be at least 1"),
+        (["--steps=5", "--warmup=5"], "--warmup must be below --steps, got 5 and 5"),
+        ([f"--json={tmp_path}"], f"argument --json: '{tmp_path}' is a folder"),
+    ):
+        with pytest.raises(SystemExit):
+            compare.main(wrong)
+        assert words in capsys.readouterr().err
+    toml = jobs.write_job(tmp_path)
+    assert compare.main(["--variant=a", "--job", str(toml), f"--folder={toml}/x"]) == 2
+    assert capsys.readouterr().err == f"train_compare: error: job.dump_folder '{toml}/x': {toml} is no folder\n"
+    result = {"text": "", "tokens_per_second": 1, "mfu": 0, "peak_gib": 1, "first_step_seconds": 1, "rows": 1}
+    result |= {"seq_len": 1, "losses": [1.0], "flavor": "", "device": ""}
+    assert "| a \\| b | 1 x 1 |" in compare.table({"a | b": result})
 
 
 def test_caches_lengthened_by_random_rows(script):
