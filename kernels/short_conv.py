@@ -143,7 +143,7 @@ def _row(
     x = tl.load(x_ptrs + p.to(tl.int64) * x_stride_t, mask=mask_if(in_channels, (p >= 0) & (p < length)), other=0.0)
     if HAS_STATE:
         mask = mask_if(in_channels, p < 0)
-        x = tl.where(p < 0, tl.load(state_ptrs + (p + (W - 1)) * state_stride_w, mask=mask, other=0.0), x)
+        x = tl.where(p < 0, tl.load(state_ptrs + (p + (W - 1)).to(tl.int64) * state_stride_w, mask=mask, other=0.0), x)
     return x
 
 
@@ -183,7 +183,7 @@ def _causal_conv1d_kernel(
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_channels = tl.full([BLOCK], True, tl.int1) if EVEN else channels < C
     wide_channels = channels.to(tl.int64)
-    x_stride = C if X_ROW_MAJOR else x_stride_t
+    x_stride = C if X_ROW_MAJOR else tl.cast(x_stride_t, tl.int64)
     sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
     state_ptrs = initial_state_ptr
     if HAS_INITIAL:
@@ -254,7 +254,7 @@ def _finish_row(
     if HAS_FINAL:
         final_row = u - length + (W - 1)
         mask = mask_if(in_channels, (final_row >= 0) & (final_row < W - 1) & (own | (u < 0)))
-        dx += tl.load(dfinal_ptrs + final_row * dfinal_stride_w, mask=mask, other=0.0).to(tl.float32)
+        dx += tl.load(dfinal_ptrs + final_row.to(tl.int64) * dfinal_stride_w, mask=mask, other=0.0).to(tl.float32)
     dx = dx.to(dx_ptrs.dtype.element_ty)
     tl.store(dx_ptrs + tl.cast(v, tl.int64) * C, dx, mask=mask_if(in_channels, own))
     if HAS_INITIAL:
@@ -309,8 +309,8 @@ def _causal_conv1d_backward_kernel(
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_channels = tl.full([BLOCK], True, tl.int1) if EVEN else channels < C
     wide_channels = channels.to(tl.int64)
-    x_stride = C if X_ROW_MAJOR else x_stride_t
-    grad_stride = C if GRAD_ROW_MAJOR else grad_stride_t
+    x_stride = C if X_ROW_MAJOR else tl.cast(x_stride_t, tl.int64)
+    grad_stride = C if GRAD_ROW_MAJOR else tl.cast(grad_stride_t, tl.int64)
     sums = ()
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
@@ -474,8 +474,9 @@ def _weight_grad_kernel(
 def load_window(x_ptrs, state_ptrs, state_stride_w, live, W: tl.constexpr):
     """The W rows that a decode step's convolution sees, oldest first: the state's W - 1 and the token's own."""
     run = ()
+    stride = tl.cast(state_stride_w, tl.int64)
     for w in tl.static_range(W - 1):
-        run = run + (tl.load(state_ptrs + w * state_stride_w, mask=live, other=0.0),)
+        run = run + (tl.load(state_ptrs + w * stride, mask=live, other=0.0),)
     return run + (tl.load(x_ptrs, mask=live, other=0.0),)
 
 
@@ -493,8 +494,9 @@ def filter_window(run, taps, SILU: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def advance_window(state_ptrs, state_stride_w, run, live, W: tl.constexpr):
     """The window without its oldest row, into the state. Loads of the state by other threads must be over."""
+    stride = tl.cast(state_stride_w, tl.int64)
     for w in tl.static_range(W - 1):
-        tl.store(state_ptrs + w * state_stride_w, run[w + 1], mask=live)
+        tl.store(state_ptrs + w * stride, run[w + 1], mask=live)
 
 
 @triton.jit(do_not_specialize=["slots"])

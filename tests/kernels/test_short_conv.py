@@ -208,6 +208,33 @@ def test_strided_inputs_and_gradients_and_nothing_written(impl):
     assert all(torch.equal(t, u) for t, u in zip(views, before))
 
 
+def test_rows_so_far_apart_that_32_bits_cannot_count_it(tmp_path):
+    """Of a sparse file, where there is no GPU: an offset that wraps would end the process."""
+    apart, far = 100_000_000, 360_000_000  # 22 and 6 of them pass 2^31
+    size = 33 * apart
+    memory = (
+        torch.empty(size, dtype=torch.float16, device=DEVICE)
+        if DEVICE.type == "cuda"
+        else torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.float16)
+    )
+    x, weight, state = conv_inputs(1, 33, 3, 8, "fp16")
+    grad, grad_final = normal_like(x, 1), normal_like(state, 2)
+    places = itertools.count(0, 100)
+
+    def spread(t, stride):
+        view = memory.as_strided(t.shape, (0, stride, 1), next(places))
+        return view.copy_(t)
+
+    settings = dict(activation="silu", impl="triton")
+    want = run(causal_conv1d, x, weight, state, grad, grad_final, **settings)
+    views = spread(x, apart), weight, spread(state, far), spread(grad, apart), spread(grad_final, far)
+    got = run(causal_conv1d, *views, **settings)
+    assert all(torch.equal(one, other) for one, other in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True))
+    output = causal_conv1d_step(x[:, 0], weight, state, impl="triton")
+    assert torch.equal(causal_conv1d_step(x[:, 0], weight, views[2], impl="triton"), output)
+    assert torch.equal(views[2], state)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_tokens_or_no_sequences(impl):
     for tokens, packed in ((0, None), (0, offsets([0, 0])), (0, offsets([])), (3, offsets([]))):
