@@ -7,6 +7,7 @@ from typing import Literal
 import jobs
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from titan_kda.data import ByteTokenizer
 from titan_kda.job_config import (
@@ -255,6 +256,20 @@ def test_files_that_are_no_job(tmp_path, text, message):
 )
 def test_values_with_which_no_job_can_run(tmp_path, settings, message):
     assert message in refused(tmp_path, settings)
+
+
+def test_documents_kept_apart_need_an_end_of_sequence_token(tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokens = Tokenizer(models.WordLevel({f"w{i}": i for i in range(260)}, unk_token="w0"))
+    tokens.save(str(folder / "tokenizer.json"))
+    settings = {"data.tokenizer": "hf", "model.hf_assets_path": str(folder), "generation.enable": False}
+    settings |= {"architecture.vocab_size": 264}
+    told = refused(tmp_path, settings)
+    assert told.startswith(
+        "kda.reset_at_documents needs a tokenizer with an end-of-sequence token, and that in model.hf_"
+    )
+    load_job(["--job.config_file", str(jobs.write_job(tmp_path, settings | {"kda.reset_at_documents": False}))])
 
 
 def test_not_a_number_is_no_temperature(tmp_path):

@@ -69,6 +69,11 @@ def check_job_and_data(job_config: Any) -> BaseTokenizer:
         check_settings(job_config, args)
     except (CheckpointError, ValueError, TypeError, FileNotFoundError) as error:
         raise JobError(str(error)) from None
+    if job_config.kda.reset_at_documents and tokenizer.eos_id is None:
+        raise JobError(
+            "kda.reset_at_documents needs a tokenizer with an end-of-sequence token, and that in "
+            f"model.hf_assets_path = {job_config.model.hf_assets_path!r} has none: set it to false"
+        )
     if job_config.generation.enable:
         encode_prompts(tokenizer, job_config.generation)
     return tokenizer
