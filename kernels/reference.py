@@ -508,7 +508,7 @@ def naive_causal_conv1d(
     if output_final_state and not lengths:
         final_state = initial_state.clone()
     windows = max(run.shape[0] - past, 0)
-    if x.is_cuda or not windows:
+    if x.is_cuda or not windows or not channels:
         y = x.new_zeros(windows, channels)  # by hand: cuDNN's convolution may round FP32 to TF32
         for tap in range(past + 1):
             y = y + weight[:, tap] * run[tap : tap + windows]

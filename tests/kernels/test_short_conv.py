@@ -236,6 +236,14 @@ def test_rows_so_far_apart_that_32_bits_cannot_count_it(tmp_path):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_no_channels(impl):
+    x, weight, state = conv_inputs(2, 5, 0, 4)
+    output, final = causal_conv1d(x, weight, initial_state=state, output_final_state=True, impl=impl)
+    assert output.shape == (2, 5, 0) and final is not None and final.shape == (2, 3, 0)
+    assert causal_conv1d_step(x[:, 0], weight, state, impl=impl).shape == (2, 0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_no_tokens_or_no_sequences(impl):
     for tokens, packed in ((0, None), (0, offsets([0, 0])), (0, offsets([])), (3, offsets([]))):
         sequences = 1 if packed is None else len(packed) - 1
