@@ -447,9 +447,24 @@ def test_mode_and_gradients_come_back_however_it_ends(training):
     loss = model(torch.tensor([PROMPTS[6]])).square().mean()  # and it trains on
     loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    frozen = next(iter(model.layers.values()))
+    frozen.eval()
     with pytest.raises(KeyboardInterrupt), inference(model):
         raise KeyboardInterrupt
     assert model.training is training and torch.is_grad_enabled()
+    assert [m.training for m in model.layers.values()] == [False] + [training] * (len(model.layers) - 1)
+
+
+def test_a_call_inside_another_leaves_it_its_packed_weights(monkeypatch):
+    model = make()
+    modules = [m for m in model.modules() if hasattr(m, "unpack")]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with inference(model):
+        weights = [m._packed.weight for m in modules]
+        with inference(model):
+            pass
+        assert all(m._packed.weight is weight for m, weight in zip(modules, weights, strict=True))
+    assert weights and not any(m.packed for m in modules)
 
 
 def test_an_interruption_keeps_what_there_is(reference):

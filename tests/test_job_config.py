@@ -76,6 +76,7 @@ def test_the_tiny_job_is_sound(tmp_path):
         ({"generation.temperature": "hot"}, "generation.temperature must be float, got 'hot'"),
         ({"generation.cuda_graph": 1}, "generation.cuda_graph must be bool, got 1"),
         ({"optimizer.lr": "1e-3"}, "optimizer.lr must be float, got '1e-3'"),
+        ({"training.max_norm": float("nan")}, "training.max_norm must be float, got nan"),
         ({"architecture.dim": 64.5}, "architecture.dim must be int, got 64.5"),
         ({"architecture.num_experts": 8.0}, "architecture.num_experts must be int, got 8.0"),
         ({"architecture.routed_scaling_factor": "2"}, "architecture.routed_scaling_factor must be float, got '2'"),

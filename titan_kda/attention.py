@@ -323,6 +323,10 @@ class KimiDeltaAttention(nn.Module):
         gate = self.g_a_proj if hasattr(self, "g_a_proj") else self.g_proj
         self._packed = pack([self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate])
 
+    @property
+    def packed(self) -> bool:
+        return self._packed is not None
+
     def unpack(self) -> None:
         self._packed = None
 

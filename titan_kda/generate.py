@@ -550,14 +550,15 @@ def inference(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, compiled layers run eagerly, and activation checkpointing, which has nothing to save
     here but would read random states, steps aside; on a GPU a layer's products with its input are packed. The model
     must keep its weights meanwhile; it comes back as it was however this ends."""
-    training = model.training
-    model.eval()
-    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    training = {module: module.training for module in model.modules()}
+    wrappers = [module for module in training if isinstance(module, CheckpointWrapper)]
     checkpointing = [wrapper.checkpoint_fn for wrapper in wrappers]
-    for wrapper in wrappers:
-        cast(Any, wrapper).checkpoint_fn = _call
-    packing = [module for module in model.modules() if isinstance(module, (KimiDeltaAttention, SwiGLU))]
+    # What is packed already is another call's around this one, to which its packed weights belong.
+    packing = [m for m in training if isinstance(m, (KimiDeltaAttention, SwiGLU)) and not m.packed]
     try:
+        model.eval()
+        for wrapper in wrappers:
+            cast(Any, wrapper).checkpoint_fn = _call
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for module in packing:
                 module.pack()
@@ -567,7 +568,8 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.unpack()
         for wrapper, function in zip(wrappers, checkpointing):
             cast(Any, wrapper).checkpoint_fn = function
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -204,8 +204,8 @@ def conforms(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(conforms(v, get_args(kind)[0]) for v in value)
     if origin is not None:
         return isinstance(value, origin)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is float:  # not a number is none
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     if kind is int:  # of 64 bits, as tensors hold them
         return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
     return not isinstance(kind, type) or isinstance(value, kind) or is_dataclass(kind)

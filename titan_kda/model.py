@@ -294,6 +294,10 @@ class SwiGLU(nn.Module):
         """Until ``unpack()``, w1 and w3 are one product with copies of them where no gradients are on."""
         self._packed = pack([self.w1, self.w3])
 
+    @property
+    def packed(self) -> bool:
+        return self._packed is not None
+
     def unpack(self) -> None:
         self._packed = None
 
