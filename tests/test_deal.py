@@ -1,5 +1,6 @@
 """Whatever numbers of data-parallel ranks a job goes on with, each token of a pass is read once."""
 
+import copy
 import pickle
 import sys
 
@@ -154,6 +155,20 @@ def test_through_a_worker(build):
     load(plain, saved)
     assert read(loaders, 4) == read(plain, 4)
     assert not set(tokens) & {token for part in read(plain, 4) for token in part}
+
+
+@pytest.mark.parametrize("build", ["dataset", "stream"], indirect=True)
+def test_a_state_is_of_its_moment(build):
+    """Whatever is read before it is written down, as by a worker that reads ahead."""
+    (loader,) = build(1)
+    samples = iter(loader.dataset)
+    for _ in range(5):
+        next(samples)
+        state = loader.dataset.state_dict()
+        kept = copy.deepcopy(state)
+        next(samples)
+        next(samples)
+        assert state == kept
 
 
 def test_with_and_without_a_worker(build):

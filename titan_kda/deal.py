@@ -98,6 +98,8 @@ class DealtTextDataset(HuggingFaceTextDataset):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
+        # A worker goes on reading, into the same list, before its state has been written into the queue.
+        state["token_buffer"] = list(state["token_buffer"])
         if isinstance(self._whole, Dataset):
             state["pieces"] = len(self._whole)
         return state if self._spans is None else {**state, "spans": self._spans}
