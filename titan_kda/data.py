@@ -482,19 +482,30 @@ def build_dataloader(
 ) -> ParallelAwareDataloader:
     """The training loader: torchtitan's own over the job's datasets, each batch with its documents' offsets."""
     _register_for_job(job_config, dp_world_size)
-    training = job_config.training
-    dataset = DealtTextDataset(
-        dataset_name=training.dataset,
-        dataset_path=training.dataset_path,
+    ranks = dict(dp_rank=dp_rank, dp_world_size=dp_world_size)
+    return _loader(DealtDataloader, DealtTextDataset, job_config.training, tokenizer, job_config, ranks, infinite=True)
+
+
+def _loader(
+    loader: type[ParallelAwareDataloader],
+    dataset: type[HuggingFaceTextDataset],
+    settings: Training | Validation,
+    tokenizer: BaseTokenizer,
+    job_config: JobConfig,
+    ranks: dict[str, int],
+    infinite: bool,
+) -> ParallelAwareDataloader:
+    """A loader over the text that a section's settings name."""
+    text = dataset(
+        dataset_name=settings.dataset,
+        dataset_path=settings.dataset_path,
         tokenizer=tokenizer,
-        seq_len=training.seq_len,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        infinite=True,
+        seq_len=settings.seq_len,
+        infinite=infinite,
+        **ranks,
     )
-    kwargs = {**asdict(training.dataloader), "batch_size": training.local_batch_size}
-    kwargs |= _collation(tokenizer, job_config)
-    return DealtDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **kwargs)
+    kwargs = {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
+    return loader(text, **ranks, **kwargs, **_collation(tokenizer, job_config))
 
 
 def _collation(tokenizer: BaseTokenizer, job_config: JobConfig) -> dict[str, Any]:
@@ -516,18 +527,11 @@ def build_validation_dataloader(
     """
     _register_for_job(job_config, dp_world_size)
     validation = job_config.validation
-    dataset = FixedStartTextDataset(
-        dataset_name=validation.dataset,
-        dataset_path=validation.dataset_path,
-        tokenizer=tokenizer,
-        seq_len=validation.seq_len,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        infinite=validation.steps != -1 if infinite is None else infinite,
+    ranks = dict(dp_rank=dp_rank, dp_world_size=dp_world_size)
+    infinite = validation.steps != -1 if infinite is None else infinite
+    return _loader(
+        ParallelAwareDataloader, FixedStartTextDataset, validation, tokenizer, job_config, ranks, infinite=infinite
     )
-    kwargs = {**asdict(validation.dataloader), "batch_size": validation.local_batch_size}
-    kwargs |= _collation(tokenizer, job_config)
-    return ParallelAwareDataloader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **kwargs)
 
 
 def check_data(job_config: JobConfig) -> None:
