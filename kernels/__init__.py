@@ -2,11 +2,11 @@
 
 from ._operator import implementation
 from .chunk import chunk_kda
-from .conv_step import recurrent_kda_conv_step
 from .gate import bounded_gate_cumsum, softplus_gate_cumsum
 from .l2norm import l2norm
 from .output import chunk_fwd_o_vk, chunk_output
 from .recurrent import recurrent_kda, recurrent_kda_step
+from .recurrent_conv_step import recurrent_kda_conv_step
 from .reference import naive_chunk_kda, naive_recurrent_kda
 from .short_conv import causal_conv1d, causal_conv1d_step
 
