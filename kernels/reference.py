@@ -217,11 +217,11 @@ def naive_chunk_kda(
     last = last.view(-1, 1, 1, 1)
     G = torch.where(row <= last, G, G_last.detach())  # past the end nothing decays
 
-    products: Tensor = _DecayedProducts.apply(torch.stack([q, beta * k], -2), k, G)  # pyright: ignore
-    a_qk, L = products.unbind(-2)  # [chunks, H, C, C], both without their diagonals
+    products: Tensor = _DecayedProducts.apply(torch.stack([q, _finite(beta * k)], -2), k, G)  # pyright: ignore
+    a_qk, L = _finite(products).unbind(-2)  # [chunks, H, C, C], both without their diagonals
     decay = _exp2(G)
-    u_w: Tensor = _UnitLowerSolve.apply(L, beta * torch.cat([v, k * decay], -1))  # pyright: ignore
-    u, w = u_w.split([v.shape[-1], k.shape[-1]], -1)
+    u_w: Tensor = _UnitLowerSolve.apply(L, _finite(beta * torch.cat([v, k * decay], -1)))  # pyright: ignore
+    u, w = _finite(u_w).split([v.shape[-1], k.shape[-1]], -1)
     read = torch.cat([w, q * decay], -2)  # [chunks, H, 2 C, K]: one product with the state serves both
     k_decayed = k * _exp2(torch.where(row < last, G_last - G, 0))
     state_decay = _exp2(G_last).mT  # [chunks, H, K, 1]
@@ -233,13 +233,37 @@ def naive_chunk_kda(
     for read_c, u_c, k_c, decay_c in zip(*(x.split(steps.running) for x in (read, u, k_decayed, state_decay))):
         state = _retire(state, u_c.shape[0], finished)
         w_S, q_S = _matmul(read_c, state).split(chunk_size, -2)
-        v_new = u_c - w_S  # [running, H, C, V]
+        v_new = _finite(u_c - w_S)  # [running, H, C, V]
         state = decay_c * state + _matmul(k_c.mT, v_new)
         values.append(v_new)
         outputs.append(q_S)
     v_new = torch.cat([u[:0], *values])  # [chunks, H, C, V]
-    output = torch.cat([u[:0], *outputs]) + _matmul(a_qk, v_new) + (q * k).sum(-1, keepdim=True) * v_new
+    output = torch.cat([u[:0], *outputs]) + _matmul(a_qk, v_new) + _finite((q * k).sum(-1, keepdim=True)) * v_new
     return steps.unchunk(output), steps.last_states(state, finished) if output_final_state else None
+
+
+class _Finite(torch.autograd.Function):
+    """x with the largest finite numbers for infinities and NaN, and its gradient as it is.
+
+    A matrix product multiplies what comes later by zeros. Where enormous inputs overflow there, 0 times infinity would
+    reach back: outputs and gradients would not be causal.
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.nan_to_num(nan=torch.finfo(x.dtype).max)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _finite(x: Tensor) -> Tensor:
+    return _Finite.apply(x)  # pyright: ignore[reportReturnType]
 
 
 class _DecayedProducts(torch.autograd.Function):

@@ -26,6 +26,7 @@ from .tiles import (
     CHUNK,
     block_width,
     chunk_slots,
+    finite,
     invert_unit_lower,
     load_clamped,
     locate_chunk,
@@ -69,8 +70,8 @@ def apply_inverse(
     out_second = tl.dot(lower, second, matmul(corner, first, PRECISION), input_precision=PRECISION)
     if IN_PLACE:
         tl.debug_barrier()  # every thread has read its rows
-    store_rows(target, out_first, row, rows, stride_target, column)
-    store_rows(target, out_second, 32 + row, rows, stride_target, column)
+    store_rows(target, finite(out_first, upper.dtype), row, rows, stride_target, column)
+    store_rows(target, finite(out_second, upper.dtype), 32 + row, rows, stride_target, column)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -136,16 +137,16 @@ def prepare_kernel(
     lower = invert_unit_lower(load_scores(scores, rows, stride_u, 32, 32, beta, H), FULL)
     corner = merge_inverses(upper, load_scores(scores, rows, stride_u, 32, 0, beta, H), lower, FULL)
     if SAVE_INVERSE:
-        store_rows(a_inv, upper, i, rows, stride_a, j)
+        store_rows(a_inv, finite(upper, OPERAND), i, rows, stride_a, j)
         store_rows(a_inv, nothing, i, rows, stride_a, 32 + j)
-        store_rows(a_inv, corner, 32 + i, rows, stride_a, j)
-        store_rows(a_inv, lower, 32 + i, rows, stride_a, 32 + j)
+        store_rows(a_inv, finite(corner, OPERAND), 32 + i, rows, stride_a, j)
+        store_rows(a_inv, finite(lower, OPERAND), 32 + i, rows, stride_a, 32 + j)
     # A diag(beta), so that k 2^G and v go into the products as they are.
     beta_first = tl.load(beta + j * H, mask=j < rows, other=0.0).to(tl.float32)
     beta_second = tl.load(beta + (32 + j) * H, mask=32 + j < rows, other=0.0).to(tl.float32)
-    upper = (upper * beta_first).to(OPERAND)
-    corner = (corner * beta_first).to(OPERAND)
-    lower = (lower * beta_second).to(OPERAND)
+    upper = finite(upper * beta_first, OPERAND)
+    corner = finite(corner * beta_first, OPERAND)
+    lower = finite(lower * beta_second, OPERAND)
     for step in range(0, WIDTH_K // BLOCK):
         column = step * BLOCK + tl.arange(0, BLOCK)[None, :]
         apply_inverse(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import configs
 from .prepare import Prepared
-from .tiles import load_rows, matmul, sequence_bounds
+from .tiles import finite, load_rows, matmul, sequence_bounds
 
 BLOCK_V = 64
 
@@ -84,7 +84,7 @@ def scan_sequence(
             row_scale = scale * tl.load(q_scale + line, mask=line < rows, other=0.0)[:, None]
         w_tile = load_rows(w, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
         u_tile = load_rows(u, row, rows, value, WIDTH_V, H * WIDTH_V, False)
-        written = (u_tile.to(tl.float32) - matmul(w_tile, rounded, PRECISION)).to(OPERAND)
+        written = finite(u_tile.to(tl.float32) - matmul(w_tile, rounded, PRECISION), OPERAND)
         if SNAPSHOTS:
             tl.store(h + chunk * tl.cast(H * WIDTH_K * WIDTH_V, tl.int64), rounded)
             tl.store(v_new + row * (H * WIDTH_V) + value, written, mask=row < rows)

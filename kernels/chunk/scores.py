@@ -25,7 +25,7 @@ Rows past the end of a short chunk repeat its last row; no pair of theirs is sto
 import triton
 import triton.language as tl
 
-from .tiles import load_clamped, opaque, stack, store_rows
+from .tiles import finite, load_clamped, opaque, stack, store_rows
 
 # ---- any gate ----
 
@@ -72,8 +72,8 @@ def score_levels(
             q_scores = tl.where(served, q_more, q_scores)
             k_scores = tl.where(served, k_more, k_scores)
     q_scores = tl.where(i > j, q_scores, tl.where(i == j, dot_qk[:, None], 0.0))
-    store_rows(a_qk, q_scores, row, rows, stride_a, FIRST + j)
-    store_rows(lower, k_scores, row, rows, stride_l, FIRST + j)
+    store_rows(a_qk, finite(q_scores, OPERAND), row, rows, stride_a, FIRST + j)
+    store_rows(lower, finite(k_scores, lower.dtype.element_ty), row, rows, stride_l, FIRST + j)
     if Q_NORM:
         line = FIRST + tl.arange(0, 32)
         tl.store(q_scale + line, tl.rsqrt(square + 1e-6), mask=line < rows)
@@ -99,8 +99,9 @@ def score_corner(
         k_row = load_clamped(k, 32 + i, rows, column, K, stride, MASKED).to(tl.float32) * above
         q_scores = tl.dot(opaque(q_row.to(OPERAND)), k_left, q_scores, input_precision=PRECISION)
         k_scores = tl.dot(opaque(k_row.to(OPERAND)), k_left, k_scores, input_precision=PRECISION)
-    store_rows(a_qk, q_scores, 32 + i, rows, stride_a, tl.arange(0, 32)[None, :])
-    store_rows(lower, k_scores, 32 + i, rows, stride_l, tl.arange(0, 32)[None, :])
+    j = tl.arange(0, 32)[None, :]
+    store_rows(a_qk, finite(q_scores, OPERAND), 32 + i, rows, stride_a, j)
+    store_rows(lower, finite(k_scores, lower.dtype.element_ty), 32 + i, rows, stride_l, j)
 
 
 # ---- under a promised bound ----
@@ -158,10 +159,10 @@ def store_scores(
     at_q = a_qk + row * stride_a + COLUMN + j
     at_k = lower + row * stride_l + COLUMN + j
     if FULL:
-        tl.store(tl.where(of_q, at_q, at_k), scores, mask=row < rows)
+        tl.store(tl.where(of_q, at_q, at_k), finite(scores, tl.float32), mask=row < rows)
     else:
-        bits_q = scores.to(a_qk.dtype.element_ty).to(tl.int16, bitcast=True)
-        bits_k = scores.to(lower.dtype.element_ty).to(tl.int16, bitcast=True)
+        bits_q = finite(scores, a_qk.dtype.element_ty).to(tl.int16, bitcast=True)
+        bits_k = finite(scores, lower.dtype.element_ty).to(tl.int16, bitcast=True)
         at_q = at_q.to(tl.pointer_type(tl.int16))
         at_k = at_k.to(tl.pointer_type(tl.int16))
         tl.store(tl.where(of_q, at_q, at_k), tl.where(of_q, bits_q, bits_k), mask=row < rows)

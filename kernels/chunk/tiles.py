@@ -94,6 +94,27 @@ def store_rows(base, tile, row, rows, stride, column):
 
 
 @triton.jit
+def finite(tile, TYPE: tl.constexpr, LIMIT: tl.constexpr = 2.0**126, NAN: tl.constexpr = True):
+    """An FP32 tile in TYPE, with the largest finite number where it is too large or, if NAN, not a number; FP32 is held
+    within LIMIT, below what TF32 could round to infinity.
+
+    Causality hangs on it: a matrix product multiplies later rows by zeros, and 0 times infinity would reach earlier
+    ones.
+    """
+    if TYPE == tl.float32 or INTERPRETED:
+        limit: tl.constexpr = 65504.0 if TYPE == tl.float16 else LIMIT
+        return tl.maximum(tl.minimum(tile, limit), -limit).to(TYPE)
+    elif TYPE == tl.float16:
+        convert: tl.constexpr = "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;"
+        least: tl.constexpr = " { .reg .b32 top; mov.b32 top, 0x7bff7bff; min.f16x2 $0, $0, top; }" if NAN else ""
+        return tl.inline_asm_elementwise(convert + least, "=r,f,f", [tile], tl.float16, is_pure=True, pack=2)
+    else:
+        convert: tl.constexpr = "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;"
+        least: tl.constexpr = " { .reg .b32 top; mov.b32 top, 0x7f7f7f7f; min.bf16x2 $0, $0, top; }" if NAN else ""
+        return tl.inline_asm_elementwise(convert + least, "=r,f,f", [tile], tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
 def matmul(a, b, PRECISION: tl.constexpr):
     """a b with FP32 sums; FP32 operands at PRECISION."""
     return tl.dot(a, b, input_precision=PRECISION, out_dtype=tl.float32)
@@ -121,10 +142,11 @@ def stack(upper, lower):
 
 @triton.jit
 def merge_product(a, b, FULL: tl.constexpr):
-    if FULL:
-        return tl.dot(a, b, input_precision="tf32x3", out_dtype=tl.float32)
-    else:
-        return tl.dot(a.to(tl.float16), b.to(tl.float16), out_dtype=tl.float32)
+    """a b with FP32 sums. FULL: 3xTF32, within 2^60, so that no sum overflows; otherwise in FP16."""
+    TYPE: tl.constexpr = tl.float32 if FULL else tl.float16
+    a = finite(a, TYPE, 2.0**60, FULL)
+    b = finite(b, TYPE, 2.0**60, FULL)
+    return tl.dot(a, b, input_precision="tf32x3", out_dtype=tl.float32)
 
 
 @triton.jit

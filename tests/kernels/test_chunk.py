@@ -188,16 +188,22 @@ def test_gradient_of_one_result_alone(which, impl):
 # ---- exact properties ----
 
 
+LATER = {"q": 1e4, "k": -3.0, "v": 1e8, "gate": -300.0, "beta": 5.0}
+HUGE = {"q": 1e30, "k": -1e30, "v": 3e38, "gate": -1.0, "beta": 1e30}  # what they make overflows
+
+
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("token", [1, 15, 16, 17, 40, 63, 64, 100])
-def test_causality_is_exact(token, impl):
+@pytest.mark.parametrize(
+    "token, later", [*((token, LATER) for token in (1, 15, 16, 17, 40, 63, 64, 100)), (40, HUGE), (64, HUGE)]
+)
+def test_causality_is_exact(token, later, impl):
     """No bit of an output before ``token``, nor of the gradients of a loss on those outputs, depends on its values."""
     function = functools.partial(chunk_kda, impl=impl)
     inputs = core_inputs(1, 110, 2, 16, 8)
     grad_output, _ = grads_like(inputs)
     grad_output[:, token:] = 0
     output, _, found = results(function, to_chunk(inputs), None, grad_output)
-    for name, value in (("q", 1e4), ("k", -3.0), ("v", 1e8), ("gate", -300.0), ("beta", 5.0)):
+    for name, value in later.items():
         inputs[name][:, token:] = value * torch.rand_like(inputs[name][:, token:])
     output_2, _, found_2 = results(function, to_chunk(inputs), None, grad_output)
     assert not torch.equal(output[:, token:], output_2[:, token:])

@@ -209,11 +209,28 @@ def test_packed_is_alone_and_nothing_past_the_end_is_read(lengths):
             assert torch.equal(found, alone[2][name]), name
 
 
-@pytest.mark.parametrize("token, bound", [(17, None), (40, -5.0)])
-def test_causality_is_exact(token, bound):
-    """No bit before ``token`` depends on it: outputs, and gradients of a loss on them."""
+LATER = {"q": 1e4, "k": -1.0, "v": 1e8, "gate": -5.0, "beta": 5.0}
+HUGE = {"q": 1e30, "k": -1e30, "v": 1e30, "gate": -5.0, "beta": 1e30}
+HUGE_HALF = {"q": 6e4, "k": -6e4, "v": 6e4, "gate": -5.0, "beta": 6e4}
+
+
+@pytest.mark.parametrize(
+    "token, bound, row, later",
+    [
+        (17, None, "fp32_chunk", LATER),
+        (40, -5.0, "fp32_chunk", LATER),
+        (37, None, "fp32_chunk", HUGE),  # sums overflow FP32: the rows that hold them must not reach earlier ones
+        (37, None, "fp16", HUGE_HALF),
+        pytest.param(17, None, "bf16", HUGE, marks=gpu),
+        pytest.param(37, None, "bf16", HUGE, marks=gpu),
+        pytest.param(37, None, "bf16", dict.fromkeys(("k", "v"), 3e38), marks=gpu),
+        pytest.param(40, -5.0, "bf16", LATER | {"q": 1e15, "v": 1e30, "beta": 1e30}, marks=gpu),
+    ],
+)
+def test_causality_is_exact(token, bound, row, later):
+    """No bit before ``token`` depends on it, whatever finite values it has: outputs, and gradients of a loss on them."""
     function = functools.partial(triton_chunk_kda, gate_lower_bound=bound)
-    inputs = core_inputs(1, 70, 1, 16, 8)
+    inputs = core_inputs(1, 70, 1, 16, 8, dtype=DTYPES[row])
     inputs["gate"].clamp_(min=-5.0)
     grad_output, _ = grads_like(inputs)
     grad_output[:, token:] = 0
@@ -222,11 +239,12 @@ def test_causality_is_exact(token, bound):
         return results(function, {k: v.to(DEVICE) for k, v in to_chunk(inputs).items()}, None, grad_output)
 
     output, _, found = run()
-    for name, value in (("q", 1e4), ("k", -1.0), ("v", 1e8), ("gate", -5.0), ("beta", 5.0)):
+    for name, value in later.items():
         inputs[name][:, token:] = value * torch.rand_like(inputs[name][:, token:])
+    assert all(x.isfinite().all() for x in inputs.values())
     output_2, _, found_2 = run()
     assert not torch.equal(output[:, token:], output_2[:, token:])
-    assert torch.equal(output[:, :token], output_2[:, :token])
+    assert output[:, :token].isfinite().all() and torch.equal(output[:, :token], output_2[:, :token])
     assert torch.equal(found["initial_state"], found_2["initial_state"])
     for name in ("q", "k", "v", "cumulative_gate", "beta"):
         assert torch.equal(found[name][:, :token], found_2[name][:, :token]), name
