@@ -5,9 +5,12 @@ import functools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 import titan_kda
 
@@ -111,21 +114,38 @@ def environment(**changes):
 
 
 def run_module(module, *args, cwd, timeout=300, processes=1, env=None, **kwargs):
-    """``python -m module args`` (under torchrun for several processes); stdout and stderr are text, kept apart."""
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command += ["--local-ranks-filter", "0", "-m"]
-    return subprocess.run(
-        [*command, module, *map(str, args)],
-        cwd=cwd,
-        env=environment() if env is None else env,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=timeout,
-        **kwargs,
-    )
+    """``python -m module args`` (under torchrun for several processes); rank 0's stdout and stderr are text, kept apart.
+
+    Where there is one CUDA device, it is every process's, each a node of its own.
+    """
+    kwargs |= dict(cwd=cwd, encoding="utf-8", errors="replace")
+    env = environment() if env is None else env
+    python, program = [sys.executable, "-m"], [module, *map(str, args)]
+    if processes == 1:
+        return subprocess.run([*python, *program], env=env, capture_output=True, timeout=timeout, **kwargs)
+    torchrun = [*python, "torch.distributed.run"]
+    if torch.cuda.device_count() != 1:
+        torchrun += ["--standalone", f"--nproc_per_node={processes}", "--local-ranks-filter", "0", "-m"]
+        return subprocess.run([*torchrun, *program], env=env, capture_output=True, timeout=timeout, **kwargs)
+
+    # NCCL takes one device twice only from what it believes to be two hosts.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun += [f"--nnodes={processes}", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    nodes = [
+        ([*torchrun, f"--node_rank={rank}", "-m", *program], env | dict(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo"))
+        for rank in range(processes)
+    ]
+    (first, first_env), *rest = nodes
+    others = [subprocess.Popen(command, env=e, stdout=subprocess.DEVNULL, **kwargs) for command, e in rest]
+    try:
+        run = subprocess.run(first, env=first_env, capture_output=True, timeout=timeout, **kwargs)
+        run.returncode = run.returncode or max(other.wait(60) for other in others)
+        return run
+    finally:
+        for other in others:
+            other.kill()
 
 
 def run_job(toml, *args, processes=1, timeout=300, module="titan_kda.train", cwd=None, env=None):

@@ -310,8 +310,6 @@ def test_a_killed_job_goes_on_exactly(tmp_path):
     assert jobs.samples(tmp_path / "killed" / "run") == jobs.samples(tmp_path / "whole" / "run")
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-
 TP = ("--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1")
 DDP = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1")
 LAYOUTS = {
@@ -350,7 +348,6 @@ def train_layouts(tmp_path_factory, settings, seed_checkpoint):
     return {layout: (folders[layout], log.result()) for layout, log in logs.items()}
 
 
-@two_gpus
 def test_layouts_follow_one_curve(tmp_path_factory, seed_checkpoint):
     """Mean |difference of the 20-step average loss| under 0.02 nats; bf16, and FP32 under TP alone, from one start.
 
@@ -367,7 +364,6 @@ def test_layouts_follow_one_curve(tmp_path_factory, seed_checkpoint):
     assert curves["one"][0] - curves["one"][-1] > 0.2  # it learns, so that the curves have something to say
 
 
-@two_gpus
 def test_fp32_samples_are_the_same_text_on_every_layout(tmp_path_factory, seed_checkpoint):
     settings = SETTINGS | {
         "training.mixed_precision_param": "float32",
@@ -381,7 +377,6 @@ def test_fp32_samples_are_the_same_text_on_every_layout(tmp_path_factory, seed_c
     assert files["one"].count("\n") == 2 and files == dict.fromkeys(files, files["one"])
 
 
-@two_gpus
 def test_the_likeliest_tokens_are_the_same_on_every_layout(tmp_path):
     """bf16, one trained checkpoint, every position of a text given the true ones before it: 99% of them."""
     settings = SETTINGS | {"training.steps": 40, "generation.enable": False, "validation.enable": False}
