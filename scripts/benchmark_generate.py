@@ -15,9 +15,7 @@ tokens included.
 With --context, a decode step is timed instead where each sequence has so many tokens behind it. The model does not read
 them: its caches take a prompt of a few tokens, then full attention's are filled up with random rows by their own
 ``extend``, which costs a step the same; a KDA layer's have the same size anyway. "as generate() runs it" is the step of
-its own batch, by a CUDA graph where it takes one unasked. Elsewhere launching the kernels one by one may take longer
-than they do, whatever the context. So "as one graph" is given beside it: the step of its batch with cuda_graph=True,
-its caches grown beforehand, which is what the device itself needs.
+its own batch, by a CUDA graph where one can be captured, its caches grown beforehand.
 """
 
 import argparse
@@ -149,12 +147,10 @@ def cache_bytes(cache: Sequence[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def steps_at(
-    model: Decoder, context: int, batch: int, device: torch.device, cuda_graph: bool | None
-) -> tuple[float, bool, int]:
+def steps_at(model: Decoder, context: int, batch: int, device: torch.device) -> tuple[float, bool, int]:
     """Seconds of a step of generate()'s own batch, whether it was a graph, and the bytes of its caches."""
     prompt = min(context, 16)
-    rows: _Batch = new_batch(model, batch, device, picker(GREEDY), cuda_graph)
+    rows: _Batch = new_batch(model, batch, device, picker(GREEDY), None)
     assert isinstance(rows, (_Slots, _Growing))
     uniforms = admit_some(rows, batch, prompt)
     lengthen(rows.cache, context - prompt)
@@ -181,16 +177,10 @@ def context_step(model: Decoder, context: int, batch: int, device: torch.device)
     """Times a decode step of ``batch`` sequences of ``context`` tokens each; see the top of this file."""
     against = can_capture(model, device)
     with inference(model):
-        own, graph, size = steps_at(model, context, batch, device, None)
-        alone, failed = own if graph else None, None
-        if against is None and not graph:
-            try:
-                alone, _, size = steps_at(model, context, batch, device, True)
-            except RuntimeError as error:
-                failed = str(error).splitlines()[0]
+        seconds, graph, size = steps_at(model, context, batch, device)
     return dict(
         kind="context", context=context, batch=batch, cache_bytes=size, graph=graph, against=against,
-        step_us=own * 1e6, one_graph_us=None if alone is None else alone * 1e6, capture_failed=failed,
+        step_us=seconds * 1e6,
     )  # fmt: skip
 
 
@@ -198,8 +188,8 @@ def contexts(
     flavors: Sequence[str], lengths: Sequence[int], batches: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """The table of decode steps by context; its rows, the flavor in each."""
-    print("\n| decode, flavor | batch | context, tokens | caches, MiB | as generate() runs it, us | graph | ", end="")
-    print("as one graph, us |\n|---|---|---|---|---|---|---|", flush=True)
+    print("\n| decode, flavor | batch | context, tokens | caches, MiB | as generate() runs it, us | graph |")
+    print("|---|---|---|---|---|---|", flush=True)
     found: list[dict[str, Any]] = []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for flavor in flavors:
@@ -208,10 +198,9 @@ def contexts(
             for length in lengths:
                 row = {"flavor": flavor, "device": name, **context_step(model, length, batch, device)}
                 found.append(row)
-                alone = "" if row["one_graph_us"] is None else f"{row['one_graph_us']:,.0f}"
                 print(
                     f"| {flavor} | {batch} | {length:,} | {row['cache_bytes'] / 2**20:,.1f} | {row['step_us']:,.0f} | "
-                    f"{'on' if row['graph'] else 'off'} | {alone} |",
+                    f"{'on' if row['graph'] else 'off'} |",
                     flush=True,
                 )
         del model
@@ -221,10 +210,6 @@ def contexts(
         of_flavor = [row for row in found if row["flavor"] == flavor]
         if (against := of_flavor[0]["against"]) is not None:
             print(f"{flavor}: generate() captures no graph: {against}")
-        elif not of_flavor[0]["graph"]:
-            print(f"{flavor}: generate() captures a graph if it is asked to")
-        for message in {row["capture_failed"] for row in of_flavor} - {None}:
-            print(f"{flavor}: the capture failed: {message}")
     return found
 
 
@@ -240,7 +225,7 @@ _DRAWN = {
     "batch": int,
     "context": int,
     "step_us": float | int,
-    "one_graph_us": float | int | None,
+    "graph": bool,
 }
 
 
@@ -262,7 +247,7 @@ def read_contexts(file: Path) -> list[dict[str, Any]]:
 
 
 def plot_contexts(rows: Sequence[dict[str, Any]], image: Path) -> None:
-    """Draws a step's time against the context, a line a flavor and batch: as one graph where it was captured."""
+    """Draws a step's time against the context, a line a flavor and batch."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -276,12 +261,8 @@ def plot_contexts(rows: Sequence[dict[str, Any]], image: Path) -> None:
         line.sort(key=lambda row: row["context"])
         places = [row["context"] for row in line]
         name = flavor if len(batches) == 1 else f"{flavor}, batch {batch}"
-        own, alone = [row["step_us"] for row in line], [row["one_graph_us"] for row in line]
-        if None in alone:
-            axis.plot(places, own, "o-", color=f"C{i}", label=f"{name}, without a graph")
-            continue
-        # Without a graph a step takes the host's time for its launches, whatever the context: that is the table's.
-        axis.plot(places, alone, "o-", color=f"C{i}", label=f"{name}, one CUDA graph")
+        graph = "one CUDA graph" if all(row["graph"] for row in line) else "without a graph"
+        axis.plot(places, [row["step_us"] for row in line], "o-", color=f"C{i}", label=f"{name}, {graph}")
     ticks = sorted({row["context"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else f"{t:,}" for t in ticks])

@@ -147,14 +147,14 @@ def test_decode_steps_by_context(script, tmp_path, capsys):
     assert benchmark.main([*flavors, "--context=1", "--context=300", f"--json={out}", f"--plot={image}"]) == 0
     rows = json.loads(out.read_text())
     assert [(row["flavor"][17:], row["context"]) for row in rows] == [(":kda", 1), (":kda", 300), ("", 1), ("", 300)]
-    assert all(row["step_us"] > 0 and row["one_graph_us"] is None and not row["graph"] for row in rows)
+    assert all(row["step_us"] > 0 and not row["graph"] for row in rows)
     kda, _, short, long = (row["cache_bytes"] for row in rows)
     assert rows[1]["cache_bytes"] == kda  # of a fixed size
     assert long - short == 4 * (64 + 16) * 256  # one MLA layer's latents, in pieces of 256 tokens
     shown = capsys.readouterr().out
     assert "| kimi_linear_debug | 1 | 300 | " in shown and "kimi_linear_debug: generate() captures no graph" in shown
     assert image.read_bytes().startswith(b"\x89PNG")
-    graphs = [dict(row, one_graph_us=row["step_us"] / 2) for row in rows]
+    graphs = [dict(row, graph=True, step_us=row["step_us"] / 2) for row in rows]
     out.write_text(json.dumps(graphs))
     again = tmp_path / "again.png"
     assert benchmark.main([f"--read={out}", f"--plot={again}"]) == 0

@@ -363,10 +363,9 @@ _BURST = {"cpu": 1}
 _FIXED_SIZE = ("state", "conv_q", "conv_k", "conv_v")
 _PREFILL_TOKENS = 16384
 """Prompts are read together up to so many tokens: their logits take memory."""
-_UNASKED = False
-"""Whether models with experts or with caches that grow replay a graph where the caller leaves the choice open."""
 _CAPTURE_PAYS = 32
-"""Of these models a step is captured where at least so many steps follow: a capture takes as long as a dozen or so."""
+"""A step of a model with experts or caches that grow is captured where at least so many steps follow: a capture takes
+as long as a dozen or so."""
 
 
 def can_capture(model: nn.Module, device: torch.device) -> str | None:
@@ -395,7 +394,7 @@ def new_batch(model: nn.Module, limit: int, device: torch.device, pick: Pick, cu
         raise ValueError(f"decode cannot be captured in a CUDA graph: {against}")
     fixed = all(isinstance(layer, KDACache) for layer in model.new_cache())  # type: ignore[operator]
     plain = fixed and not any(isinstance(module, MixtureOfExperts) for module in model.modules())
-    graph = against is None and ((plain or _UNASKED) if cuda_graph is None else cuda_graph)
+    graph = against is None and cuda_graph is not False
     if fixed or graph:
         return _Slots(model, limit, device, pick, graph, pays=1 if plain else _CAPTURE_PAYS)
     return _Growing(model, limit, device, pick)
@@ -435,9 +434,9 @@ def generate(
         vocab_size: the tokenizer's size, where the model's is rounded up: what lies past it is never drawn.
         device: of the model's inputs; the parameters' if not given.
         slots: how many sequences decode at once; the others wait for one to end.
-        cuda_graph: whether decode replays a captured CUDA graph; None: where ``can_capture`` finds nothing against it,
-            no layer's cache grows with its sequence, and none has experts. Such models' steps are captured where 32
-            or more of them follow, and again whenever their caches have outgrown their room.
+        cuda_graph: whether decode replays a captured CUDA graph; None: where ``can_capture`` finds nothing against it.
+            Steps of a model with experts or full attention are captured where 32 or more of them follow, and again
+            whenever their caches have outgrown their room.
         on_token: called with (sample, token) for each new token but eos; returning True ends that sequence ("stop").
             On a GPU tokens come in bursts of a few.
         on_end: called with each sample when it ends.

@@ -131,8 +131,7 @@ class Generation:
 
     seed: int = 0
     cuda_graph: bool | None = None
-    """Whether decode replays a captured CUDA graph; left out, it does on one GPU, but for models with full attention or
-    experts."""
+    """Whether decode replays a captured CUDA graph; left out, it does on one GPU."""
 
     max_prompt_tokens: int = 1024
     """A longer prompt is refused when the job starts."""

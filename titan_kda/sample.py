@@ -58,8 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
-        help="decode by a captured CUDA graph, or without; by default with it on a GPU, but for models with full "
-        "attention or experts",
+        help="decode by a captured CUDA graph, or without; by default with it on a GPU",
     )
     parser.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
