@@ -114,7 +114,7 @@ def environment(**changes):
 
 
 def run_module(module, *args, cwd, timeout=300, processes=1, env=None, **kwargs):
-    """``python -m module args`` (under torchrun for several processes); rank 0's stdout and stderr are text, kept apart.
+    """``python -m module args`` (under torchrun for several processes); rank 0's stdout and stderr are text, apart.
 
     Where there is one CUDA device, it is every process's, each a node of its own.
     """

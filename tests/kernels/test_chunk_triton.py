@@ -228,7 +228,7 @@ HUGE_HALF = {"q": 6e4, "k": -6e4, "v": 6e4, "gate": -5.0, "beta": 6e4}
     ],
 )
 def test_causality_is_exact(token, bound, row, later):
-    """No bit before ``token`` depends on it, whatever finite values it has: outputs, and gradients of a loss on them."""
+    """No bit before ``token`` depends on its finite values: outputs, and gradients of a loss on them."""
     function = functools.partial(triton_chunk_kda, gate_lower_bound=bound)
     inputs = core_inputs(1, 70, 1, 16, 8, dtype=DTYPES[row])
     inputs["gate"].clamp_(min=-5.0)
