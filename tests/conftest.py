@@ -1,5 +1,6 @@
 """Test set-up: where there is no GPU, Triton kernels run in Triton's interpreter, on CPU tensors."""
 
+import functools
 import os
 
 import pytest
@@ -12,6 +13,30 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
+def patch_language_once():
+    """Triton's interpreter replaces the language's functions at a launch, and again at each call inside of it.
+
+    The second finds nothing to replace, after going through all names of the language: a third of an interpreted test.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    patch = interpreter._patch_lang
+
+    def patch_what_is_not_yet(fn):
+        if any(tl.core.is_builtin(lang.load) for lang in (tl, tl.core) if lang in modules(fn)):
+            return patch(fn)
+        return interpreter._LangPatchScope()  # with nothing to put back
+
+    @functools.cache
+    def modules(fn):
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+    interpreter._patch_lang = patch_what_is_not_yet
+
+
 # The files that take longest, longest first: two workers that take files in turns (--dist loadfile) then end together.
 LONGEST = (
     "test_parallel", "test_moe", "test_hf", "test_chunk_triton", "test_resume", "test_package", "test_hybrid",
@@ -20,6 +45,8 @@ LONGEST = (
 
 
 def pytest_configure(config):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_language_once()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would start the files with the most tests first
 

@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import forked
 import jobs
 import pytest
 import torch
@@ -105,7 +106,7 @@ def trained(tmp_path_factory):
     toml = jobs.write_job(
         folder, {"training.steps": 2, "checkpoint.interval": 2, "validation.enable": False, "generation.enable": False}
     )
-    run = jobs.run_job(toml)
+    run = forked.run_job(toml)
     assert run.returncode == 0, jobs.log_of(run)
     return toml
 

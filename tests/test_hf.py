@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import jobs
 import pytest
 import torch
@@ -861,7 +862,7 @@ def trained(tmp_path_factory):
     """A job file whose run of two steps has ended with an export of 16-bit weights, step-2."""
     folder = tmp_path_factory.mktemp("trained")
     toml = jobs.write_job(folder, TINY_HYBRID | {"checkpoint.export_dtype": "bfloat16"})
-    run = jobs.run_job(toml)
+    run = forked.run_job(toml)
     assert run.returncode == 0, jobs.log_of(run)
     return toml
 

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
+import forked
 import jobs
 import pytest
 import torch
@@ -445,7 +446,7 @@ def test_text_that_cannot_be_read_is_one_line_too(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.jsonl").write_text('{"title": 3}\n')
     toml = jobs.write_job(tmp_path, {"training.dataset": "text_files", "training.dataset_path": "texts"})
-    run = jobs.run_job(toml)
+    run = forked.run_job(toml)
     assert run.returncode == 2 and "Traceback" not in jobs.log_of(run)
     assert run.stderr.splitlines()[-1].startswith("titan_kda.train: error: training.dataset: text_files: texts/a.jsonl")
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

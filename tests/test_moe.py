@@ -3,6 +3,7 @@
 import shutil
 from types import SimpleNamespace
 
+import forked
 import jobs
 import pytest
 import torch
@@ -288,9 +289,8 @@ def test_a_job_of_the_released_plan_runs_on_a_fake_backend(tmp_path):
     settings |= {"model.flavor": "kimi_linear_48b_a3b", "training.local_batch_size": 1, "training.steps": 2}
     settings |= {"validation.enable": False, "generation.enable": False, "checkpoint.enable": False}
     toml = jobs.write_job(tmp_path, settings)
-    env = jobs.environment(NGPU="8", RANK="0", LOCAL_RANK="0", WORLD_SIZE="8")
     args = ("--comm.mode=fake_backend", "--parallelism.expert_parallel_degree=4")
-    run = jobs.run_job(toml, *args, module="torchtitan.train", env=env)
+    run = forked.run_job(toml, *args, NGPU="8", RANK="0", LOCAL_RANK="0", WORLD_SIZE="8")
     log = jobs.log_of(run)
     assert run.returncode == 0, log[-4000:]
     assert sorted(jobs.losses(log)) == [1, 2]
@@ -328,7 +328,7 @@ ALL = (
 
 def train(folder, args, processes, **settings):
     shutil.rmtree(folder / "run", ignore_errors=True)
-    run = jobs.run_job(jobs.write_job(folder, HYBRID | settings), *args, processes=processes, timeout=600)
+    run = forked.run_job(jobs.write_job(folder, HYBRID | settings), *args, processes=processes)
     log = jobs.log_of(run)
     assert run.returncode == 0, log[-4000:]
     losses, validation = jobs.losses(log), jobs.validation_losses(log)

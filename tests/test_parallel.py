@@ -3,6 +3,7 @@
 import shutil
 from types import SimpleNamespace
 
+import forked
 import jobs
 import pytest
 import torch
@@ -23,7 +24,7 @@ def train(folder, settings=None, args=(), processes=1, seed_checkpoint=None):
     toml = jobs.write_job(folder, settings)
     if seed_checkpoint is not None:
         shutil.copytree(seed_checkpoint, folder / "run" / "checkpoint" / "step-0")
-    run = jobs.run_job(toml, *args, processes=processes, timeout=300)
+    run = forked.run_job(toml, *args, processes=processes)
     assert run.returncode == 0, jobs.log_of(run)[-4000:]
     return jobs.log_of(run)
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import forked
 import jobs
 import pytest
 import torch
@@ -33,9 +34,12 @@ def test_a_job_of_eight_ranks(tmp_path, layout):
         "parallelism.data_parallel_shard_degree": shard,
         "parallelism.tensor_parallel_degree": tp,
     }
-    env = jobs.environment(NGPU="8", WORLD_SIZE="8", RANK="0", LOCAL_RANK="0")
+    env = dict(NGPU="8", WORLD_SIZE="8", RANK="0", LOCAL_RANK="0")
     toml = jobs.write_job(tmp_path, settings)
-    run = jobs.run_job(toml, "--comm.mode=fake_backend", module=module, env=env)
+    if module == "titan_kda.train":
+        run = forked.run_job(toml, "--comm.mode=fake_backend", **env)
+    else:
+        run = jobs.run_job(toml, "--comm.mode=fake_backend", module=module, env=jobs.environment(**env))
     log = jobs.log_of(run)
     assert run.returncode == 0, log[-4000:]
     assert sorted(jobs.losses(log)) == [1, 2]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import forked
 import jobs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -45,7 +46,7 @@ def run_until(toml, line, number):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run = jobs.run_job(jobs.write_job(folder, {"metrics.enable_tensorboard": True}))
+    run = forked.run_job(jobs.write_job(folder, {"metrics.enable_tensorboard": True}))
     assert run.returncode == 0, jobs.log_of(run)[-3000:]
     log = jobs.log_of(run)
     return jobs.losses(log), jobs.validation_losses(log), folder / "run", log
@@ -73,7 +74,7 @@ def test_killed_and_stopped_runs_go_on_exactly(uninterrupted, tmp_path):
     assert jobs.losses(log) == {n: losses[n] for n in range(11, stopped + 1)}
     assert json.loads((tmp_path / "run" / "samples" / "step-10.jsonl").read_text().splitlines()[0])["step"] == 10
 
-    run = jobs.run_job(toml)
+    run = forked.run_job(toml)
     assert run.returncode == 0
     log = jobs.log_of(run)
     assert jobs.losses(log) == {n: losses[n] for n in range(stopped + 1, 21)}
@@ -82,14 +83,14 @@ def test_killed_and_stopped_runs_go_on_exactly(uninterrupted, tmp_path):
 
     # A finished run can be trained further, since its last step was saved whole, and by another number of processes.
     dealt = r"Saved by {} .*, continued by {}: .* dealt anew, (\d+) of (\d+) pieces to rank 0"
-    run = jobs.run_job(toml, "--training.steps", 22, processes=2)
+    run = forked.run_job(toml, "--training.steps", 22, processes=2)
     assert run.returncode == 0
     log = jobs.log_of(run)
     assert sorted(jobs.losses(log)) == [21, 22]
     share, pieces = map(int, re.search(dealt.format(1, 2), log).groups())
     assert pieces - 40 < 2 * share < pieces
     # It then has nothing left to do, and says so by leaving everything as it is.
-    run = jobs.run_job(toml, "--training.steps", 22)
+    run = forked.run_job(toml, "--training.steps", 22)
     assert run.returncode == 0
     log = jobs.log_of(run)
     assert jobs.losses(log) == {}
@@ -112,7 +113,7 @@ def test_the_second_signal_stops_at_once(tmp_path):
 
 def test_generation_changes_no_loss(uninterrupted, tmp_path):
     losses, validation_losses, *_ = uninterrupted
-    run = jobs.run_job(jobs.write_job(tmp_path, {"generation.enable": False}))
+    run = forked.run_job(jobs.write_job(tmp_path, {"generation.enable": False}))
     assert run.returncode == 0
     assert jobs.losses(jobs.log_of(run)) == losses
     assert jobs.validation_losses(jobs.log_of(run)) == validation_losses

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import jobs
 import pytest
 import torch
@@ -37,7 +38,7 @@ def trained(tmp_path_factory):
     """A job file whose run, in one process, has the checkpoints step-2 and step-4."""
     folder = tmp_path_factory.mktemp("trained")
     toml = jobs.write_job(folder, SHORT)
-    run = jobs.run_job(toml)
+    run = forked.run_job(toml)
     assert run.returncode == 0, jobs.log_of(run)
     return toml
 
@@ -418,6 +419,7 @@ def start(trained, *args, **options):
         env=jobs.environment(PYTHONUTF8="0", LC_ALL="C.UTF-8"),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
         **options,
     )
 
