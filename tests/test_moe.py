@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torchtitan.config.job_config import Compile, Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama4.infra.parallelize import apply_compile
+from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_kda.attention import ForgetGate
 from titan_kda.initialize import Initializer
 from titan_kda.model import FLAVORS, Decoder, ModelArgs
-from titan_kda.moe import MixtureOfExperts, count_tokens
+from titan_kda.moe import Experts, MixtureOfExperts, count_tokens
 from titan_kda.parallelize import parallelize
 from titan_kda.register import build_kda_optimizers
 from titan_kda.train import load_job
@@ -87,6 +88,58 @@ def test_gradients_are_those_of_the_formula():
     for name, parameter in moe.named_parameters():
         assert (parameter.grad - w[name].grad).norm() <= 1e-5 * w[name].grad.norm(), name
     assert (x.grad[0] - leaf.grad).norm() <= 1e-5 * leaf.grad.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_filled_up_groups_change_nothing(monkeypatch, compiled):
+    """The rows as grouped products ask for them, here multiplied an expert at a time; an expert without tokens too."""
+    x, weight = torch.randn(2, 20, DIM), torch.randn(2, 20, DIM)
+
+    def results(moe):
+        moe.expert_bias[4] = -9.0
+        leaf = x.clone().requires_grad_()
+        y = moe(leaf)
+        (y * weight).sum().backward()
+        return [y, leaf.grad, *(parameter.grad for parameter in moe.parameters())]
+
+    want = results(make_moe())
+    counts = []
+
+    def forward(self, rows, count, aligned):
+        assert aligned and rows.shape[0] >= count.sum()
+        rows = torch.cat([rows[: count.sum()], torch.full_like(rows[count.sum() :], torch.nan)])  # never read
+        counts.append(count.tolist())
+        out = GroupedExperts.forward(self, rows, count)
+        return torch.cat([out[: count.sum()], torch.full_like(out[count.sum() :], torch.nan)])
+
+    monkeypatch.setattr(Experts, "forward", forward)
+    monkeypatch.setattr(Experts, "grouped", staticmethod(lambda device, dtype: True))
+    moe = make_moe()
+    if compiled:
+        moe.dispatch, moe.combine = (
+            torch.compile(part, backend="aot_eager", fullgraph=True) for part in (moe.dispatch, moe.combine)
+        )
+    found = results(moe)
+    assert all(n % 8 == 0 for n in counts[0]) and counts[0][4] == 0
+    for one, other in zip(found, want):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_pairs_of_other_ranks_add_nothing():
+    """As when tensor parallelism's ranks share the tokens out: the ranks' parts add up to the whole."""
+    moe, x = make_moe(), torch.randn(20, DIM)
+    weights, experts, _ = moe.router(x)
+    leaf, whole, parts = x.clone().requires_grad_(), 0, 0
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            own = experts.chunk(ranks)[rank]
+            order = own.flatten().argsort(stable=True) + rank * (experts.numel() // ranks)
+            rows, _, places = moe.dispatch(leaf, experts, order, count_tokens(own, EXPERTS), False)
+            part = moe.combine(rows * 3, weights, places, None)
+            whole, parts = (part, parts) if ranks == 1 else (whole, parts + part)
+    torch.testing.assert_close(whole, parts)
+    (grad,) = torch.autograd.grad(whole.sum(), leaf, retain_graph=True)
+    torch.testing.assert_close(grad, torch.autograd.grad(parts.sum(), leaf)[0])
 
 
 def test_count_tokens():

@@ -6,18 +6,22 @@
     y = sum over the chosen of w_e expert_e(x)  +  shared(x)        each a SwiGLU
 
 The bias balances the load without a loss: before each optimizer step torchtitan lowers it for experts that got more
-tokens than the mean and raises it for the others (arXiv 2408.15664). Experts, dispatch, expert parallelism and that
-update are torchtitan's; here are the FP32 gate, counting that also works on a CPU, and initial values that do not
-depend on the layout.
+tokens than the mean and raises it for the others (arXiv 2408.15664). Experts, expert parallelism and that update are
+torchtitan's; here are the FP32 gate, counting that also works on a CPU, initial values that do not depend on the
+layout, and how tokens get to the experts' rows and back: torchtitan's way (0.2.2) copies them three times, adds up
+their gradients with one atomic an element, and makes FP32 copies of what comes back.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.models.moe import moe as torchtitan_moe
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter, TokenReorderer
 
 from .initialize import Initializer
@@ -72,6 +76,109 @@ class Reorderer(TokenReorderer):
         return top_scores.flatten()[order], order, count_tokens(selected_experts_indices, self.num_experts)
 
 
+# ---- to the experts' rows and back ----
+
+_ALIGNMENT = 8
+"""Rows: a group of 16-bit rows begins at a multiple of 16 bytes along them too, as the grouped products ask."""
+
+
+class Places(NamedTuple):
+    """Pairs of a token and one of its k experts, and the rows of the experts' input, each as the other's."""
+
+    row_of: Tensor  # [T k]; -1: the pair is another rank's
+    pair_of: Tensor  # [rows]; -1: a row that fills up a group
+    top_k: int
+    whole: bool  # no pair is another rank's
+
+
+def _tokens(places: Places) -> Tensor:
+    return places.pair_of.clamp(min=0) // places.top_k
+
+
+class _ToRows(torch.autograd.Function):
+    """x [T, dim] to the experts' rows [rows, dim]. A token's gradient is the sum of its pairs', each read once."""
+
+    @staticmethod
+    def forward(x: Tensor, places: Places) -> Tensor:
+        return x[_tokens(places)]  # rows that fill up are of any finite values: their outputs have no gradient
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Places], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1].row_of, inputs[1].pair_of)
+        ctx.rest = inputs[1][2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _of_pairs(grad, Places(*ctx.saved_tensors, *ctx.rest)).sum(1), None
+
+
+def _of_pairs(rows: Tensor, places: Places) -> Tensor:
+    """[rows, dim] to [T, k, dim]; zeros for other ranks' pairs."""
+    pairs = rows[places.row_of if places.whole else places.row_of.clamp(min=0)]
+    if not places.whole:
+        pairs = torch.where((places.row_of >= 0)[:, None], pairs, 0)
+    return pairs.unflatten(0, (-1, places.top_k))
+
+
+class _FromRows(torch.autograd.Function):
+    """The experts' rows [rows, dim] and weights [T, k], FP32, to each token's weighted sum, FP32 [T, dim]."""
+
+    @staticmethod
+    def forward(rows: Tensor, weights: Tensor, places: Places) -> Tensor:
+        return (_of_pairs(rows, places).float() * weights[..., None]).sum(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Places], output: Tensor) -> None:
+        rows, weights, places = inputs
+        ctx.save_for_backward(rows, weights, places.row_of, places.pair_of)
+        ctx.rest = places[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, *saved = ctx.saved_tensors
+        places = Places(*saved, *ctx.rest)
+        of_row = torch.where(places.pair_of >= 0, weights.flatten()[places.pair_of.clamp(min=0)], 0)
+        d_rows = (grad[_tokens(places)] * of_row[:, None]).to(rows.dtype)
+        d_weights = (_of_pairs(rows, places).float() * grad[:, None]).sum(-1)
+        return d_rows, d_weights, None
+
+
+class Dispatch(nn.Module):
+    """Tokens to the experts' rows, expert after expert. ``aligned``: each expert's rows are filled up to a multiple of
+    8, and the counts are those; no count is read by the host."""
+
+    def __init__(self, top_k: int):
+        super().__init__()
+        self.top_k = top_k
+
+    def forward(
+        self, x: Tensor, experts: Tensor, order: Tensor, counts: Tensor, aligned: bool
+    ) -> tuple[Tensor, Tensor, Places]:
+        """x [T, dim], experts [T, k], their flattened order by expert, and each expert's number of pairs in it."""
+        pairs, rows = experts.numel(), order.numel()
+        row_of_sorted = torch.arange(rows, device=x.device)
+        if aligned:
+            filled = (counts.long() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            moved = (filled - counts.long()).cumsum(0) - (filled - counts.long())
+            row_of_sorted = row_of_sorted + moved[experts.flatten()[order]]
+            rows += _ALIGNMENT * counts.numel()
+            counts = filled
+        row_of = torch.full((pairs,), -1, device=x.device).scatter(0, order, row_of_sorted)
+        pair_of = torch.full((rows,), -1, device=x.device).scatter(0, row_of_sorted, order)
+        places = Places(row_of, pair_of, self.top_k, order.numel() == pairs)
+        return _ToRows.apply(x, places), counts, places  # pyright: ignore[reportReturnType]
+
+
+class Combine(nn.Module):
+    """The experts' rows, weighted, back to their tokens, on top of what the shared experts made of them."""
+
+    def forward(self, rows: Tensor, weights: Tensor, places: Places, shared: Tensor | None) -> Tensor:
+        out = _FromRows.apply(rows, weights, places).to(rows.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        return out if shared is None else shared + out
+
+
+# ---- the experts and the layer ----
+
 _GROUPED_CAPABILITIES = (9, 10)
 """Major compute capabilities that torch has a kernel of grouped products for."""
 
@@ -88,7 +195,16 @@ class Experts(GroupedExperts):
         """Whether tokens like these take the grouped products."""
         return device.type == "cuda" and dtype == torch.bfloat16
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    def sent_away(self) -> bool:
+        """Whether tokens are sent to other ranks' experts, which aligns their rows there."""
+        mesh = self.w1.device_mesh if isinstance(self.w1, DTensor) else None
+        return mesh is not None and "ep" in (mesh.mesh_dim_names or ())
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor, aligned: bool = False) -> Tensor:
+        """x [rows, dim], each expert's rows after another's; ``aligned``: they are as the grouped products ask."""
+        if aligned:
+            weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+            return torchtitan_moe._run_experts_grouped_mm(*weights, x, num_tokens_per_expert)
         self.use_grouped_mm = self.grouped(x.device, x.dtype)
         return super().forward(x, num_tokens_per_expert)
 
@@ -138,6 +254,8 @@ class MixtureOfExperts(MoE):
         self.router = Router(dim, num_experts, None, None, top_k, "sigmoid", renormalize, scaling, gate_bias=False)
         self.router.gate = Gate(dim, num_experts, bias=False)
         self.reorderer = Reorderer(num_experts, top_k)
+        self.dispatch = Dispatch(top_k)
+        self.combine = Combine()
 
     def _apply(self, fn, recurse: bool = True):
         kept = {name: getattr(self, name) for name in ("expert_bias", "tokens_per_expert")}
@@ -163,12 +281,17 @@ class MixtureOfExperts(MoE):
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        if torch.is_grad_enabled():
-            return super().forward(x)
-        counted = self.tokens_per_expert.clone()  # validation and samples must not move the bias
-        out = super().forward(x)
-        self.tokens_per_expert.copy_(counted)
-        return out
+        rows, tokens, dim = x.shape
+        x = x.reshape(-1, dim)
+        weights, experts, counts = self.router(x, self.expert_bias)
+        if torch.is_grad_enabled():  # validation and samples must not move the bias
+            self.tokens_per_expert.add_(counts)
+        _, order, counts = self.reorderer(weights, experts)
+        aligned = Experts.grouped(x.device, x.dtype) and not self.experts.sent_away()
+        routed, counts, places = self.dispatch(x, experts, order, counts, aligned)
+        routed = self.experts(routed, counts, aligned=aligned)
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        return self.combine(routed, weights, places, shared).view(rows, tokens, dim)
 
     def init_weights(  # type: ignore[override]
         self, init: Initializer, name: str, output_std: float, buffer_device: torch.device | None = None
