@@ -59,6 +59,7 @@ def _server():
         stdout=subprocess.PIPE,
         encoding="utf-8",
     )
+    atexit.register(server.wait)  # last: it runs first what came last
     atexit.register(server.kill)
     return server
 

@@ -918,6 +918,38 @@ def test_the_stock_trainer_loads_a_folder_and_saves_one_under_fsdp_and_expert_pa
     assert config == json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
 
 
+def test_a_checkpoint_of_fsdp_tensor_and_expert_parallelism_at_once_is_exported_as_its_model(tmp_path, capsys):
+    """Four ranks each draw their parts of one model, and at a rate of 0 keep it: what comes out is it, bit for bit."""
+    settings = TINY_HYBRID | {
+        "training.steps": 1,
+        "training.local_batch_size": 2,
+        "optimizer.lr": 0.0,
+        "parallelism.tensor_parallel_degree": 2,
+        "parallelism.expert_parallel_degree": 2,
+        "parallelism.expert_tensor_parallel_degree": 2,
+        "checkpoint.last_save_in_hf": False,
+    }
+    toml = jobs.write_job(tmp_path, settings)
+    run = forked.run_job(toml, processes=4)
+    assert run.returncode == 0, jobs.log_of(run)[-4000:]
+    for line in ("Applied FSDP", "Applied tensor parallelism", "expert parallel 2, tensor parallel 2"):
+        assert line in run.stdout, line
+    assert len(list((tmp_path / "run" / "checkpoint" / "step-1").glob("*.distcp"))) == 4
+    assert convert.main(["export", "--job", str(toml), "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    exported = tensors_of(tmp_path / "out")
+    with torch.random.fork_rng():
+        torch.manual_seed(jobs.TINY["debug"]["seed"])
+        args = job_args(toml)
+        model = Decoder(args)
+        model.init_weights()
+    expected = hf.KimiLinearAdapter(args, None).to_hf(model.state_dict())
+    assert exported.keys() == expected.keys()
+    for key, tensor in exported.items():
+        assert torch.equal(tensor, expected[key]), key
+    experts = [exported[f"model.layers.1.block_sparse_moe.experts.{e}.w2.weight"] for e in range(4)]
+    assert not any(torch.equal(a, b) for a in experts for b in experts if a is not b)
+
+
 def test_the_command_exports_and_imports_and_samples(trained, tmp_path, capsys):
     source = trained.parent / "run" / "checkpoint" / "step-2"
 
