@@ -39,8 +39,8 @@ def patch_language_once():
 
 # The files that take longest, longest first: two workers that take files in turns (--dist loadfile) then end together.
 LONGEST = (
-    "test_parallel", "test_moe", "test_hf", "test_chunk_triton", "test_resume", "test_package", "test_hybrid",
-    "test_recompute", "test_sample", "test_short_conv", "test_recurrent", "test_gate", "test_job_config",
+    "test_parallel", "test_hf", "test_chunk_triton", "test_resume", "test_sample", "test_gate", "test_moe",
+    "test_job_config", "test_short_conv", "test_package", "test_recurrent", "test_hybrid", "test_generate",
 )  # fmt: skip
 
 
