@@ -131,7 +131,7 @@ def _activated(y, SILU: tl.constexpr):
 def _preactivation_grad(grad, y, SILU: tl.constexpr):
     if SILU:
         s = logistic(y * _LOG2_E)
-        grad = grad * (s + s * (y - y * s))
+        grad = grad * tl.fma(s, tl.fma(-y, s, y), s)  # spelled out: s is a square, which could be fused instead
     return grad
 
 
@@ -667,8 +667,8 @@ def _backward_triton(
             maxnreg=launch.registers if _small(x, width) else None,
         )
         columns = width * channels
-        _weight_grad_kernel[(cdiv(columns, 64),)](
-            sums, dweight, workers, C=channels, W=width, ROWS=128, BLOCK=64, num_warps=8
+        _weight_grad_kernel[(cdiv(columns, 32),)](
+            sums, dweight, workers, C=channels, W=width, ROWS=128, BLOCK=32, num_warps=4
         )
     return dx, dweight, dinitial
 

@@ -201,7 +201,7 @@ def test_on_a_gpu(dtype):
     (moe(leaves[0]) * weight).sum().backward()
     y = there(leaves[1])
     (y.float() * weight.cuda()).sum().backward()
-    assert there.experts.use_grouped_mm is (dtype == torch.bfloat16)
+    assert Experts.grouped(leaves[1].device, dtype) is (dtype == torch.bfloat16)
     assert torch.equal(there.tokens_per_expert.cpu(), moe.tokens_per_expert)
     bound = 0.02 if dtype == torch.bfloat16 else 1e-4
     pairs = [(leaves[1].grad, leaves[0].grad), (y, moe(x))]

@@ -325,7 +325,7 @@ def input_gradients_kernel(
     part = (1 + step).to(tl.int64) * table + first
     tl.store(d_beta_out + part + own_row * H, d_beta, mask=in_rows)
     row_side *= beta_row
-    dg = q_tile * dq + k_tile * (row_side - column_side)
+    dg = tl.fma(q_tile, dq, k_tile * (row_side - column_side))  # the compiler could fuse either product
     dq += diagonal * k_tile
     tl.store(dq_out + target, dq.to(dq_out.dtype.element_ty), mask=in_target)
     dk = row_side + column_side + diagonal * q_tile

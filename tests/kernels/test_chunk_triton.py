@@ -571,3 +571,23 @@ def test_against_the_recurrent_kernel():
     second, state = triton_chunk_kda(**to_chunk({**parts[1], "initial_state": handed}), output_final_state=True)
     check("output", torch.cat([first, second], 1), want, "bf16", "o")
     check("state", state, want_state, "bf16", "state")
+
+
+@gpu
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_a_long_pack_has_the_bits_of_its_sequences_alone(bound):
+    """At a size where bf16 shows the last bit of FP32 arithmetic: one element in 65,536 rounds otherwise."""
+    lengths = CONTRACT_PACKS["mixed"]
+    cu_seqlens = offsets(lengths)
+    inputs = make(1, sum(lengths), 4, 128, 128, "bf16", cu_seqlens, bound=bound, sequences=len(lengths))
+    grad_output, grad_state = grads_like(inputs)
+    function = functools.partial(triton_chunk_kda, gate_lower_bound=bound)
+    output, state, found = results(function, inputs, on_device(cu_seqlens), grad_output, grad_state)
+    for n, (start, length) in enumerate(zip(cu_seqlens.tolist(), lengths)):
+        rows = slice(start, start + length)
+        one = {name: x[:, rows] if name != "initial_state" else x[n : n + 1] for name, x in inputs.items()}
+        alone = results(function, one, None, grad_output[:, rows], grad_state[n : n + 1])
+        assert torch.equal(output[:, rows], alone[0]) and torch.equal(state[n], alone[1][0])
+        for name in one:
+            packed = found[name][n : n + 1] if name == "initial_state" else found[name][:, rows]
+            assert torch.equal(packed, alone[2][name]), name
