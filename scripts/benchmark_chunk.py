@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -246,6 +247,41 @@ def memory_rows(bench: Bench) -> None:
             bench.quantity(work, contender.name, peak / 1e6, "MB")
 
 
+def kernel_times(call: Callable[[], Any], names: tuple[str, ...], times: int = 15) -> dict[str, float]:
+    """Median microseconds of the kernels so named, by the profiler, each call with a cold L2 cache."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    call()  # compiles
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            flush.zero_()
+            call()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for event in profile.events() or ():
+        if event.name in found:
+            found[event.name].append(event.device_time)
+    return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def norm_rows(bench: Bench) -> None:
+    """What fuse_q_l2norm costs chunk_kda's kernels, and the pass over q that it spares."""
+    from titan_kda.kernels import chunk_kda, l2norm
+
+    work = "q norm by kernel B1 T8192 H32"
+    if not bench.wanted(work):
+        return
+    x = core_inputs(1, 8192, 32, None, GATES["strong"], 0)
+    tensors = (x["q"], x["k"], x["v"], x["cumulative_gate"], x["beta"])
+    for bound, fuse in itertools.product((BOUND, None), (False, True)):
+        call = functools.partial(chunk_kda, *tensors, fuse_q_l2norm=fuse, gate_lower_bound=bound)
+        for name, us in kernel_times(call, ("prepare_kernel", "scan_kernel")).items():
+            what = f"{our_name(bound)}{', fused' if fuse else ''}: {name}"
+            bench.quantity(work, what, us, "us")
+    for name, us in kernel_times(lambda: l2norm(x["q"]), ("_l2norm_kernel",)).items():
+        bench.quantity(work, name, us, "us")
+
+
 FIRST_CALL = """
 import json, sys, time
 import benchmark_chunk as b, torch
@@ -358,6 +394,7 @@ def chunk(bench: Bench) -> None:
                 most_sets=3,
                 most_calls=3,
             )
+    norm_rows(bench)
     memory_rows(bench)
     first_call_rows(bench)
     print_speedups(bench)

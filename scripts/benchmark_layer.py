@@ -1,8 +1,9 @@
-"""Times what stands around the core in a KDA layer, forward and backward: python scripts/benchmark_layer.py
+"""Times what stands around the core in a layer, forward and backward: python scripts/benchmark_layer.py
 
 - the gated RMSNorm, rmsnorm(o) * sigmoid(gate): eager, and as torch.compile fuses it;
 - the six products that read the layer's input: apart, and as one packed product;
-- the whole layer without and with torch.compile, and its core's part.
+- the whole layer without and with torch.compile, and its core's part;
+- a mixture of experts under bf16 autocast, eager and compiled in parts as torchtitan does it.
 
 Contenders take turns in one process; a time is the median over rounds, taken by CUDA events around several calls.
 """
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchtitan.models.moe.moe
 from torch import Tensor, nn
 
 from titan_kda.attention import KimiDeltaAttention
 from titan_kda.initialize import Initializer
 from titan_kda.kernels import chunk_kda
+from titan_kda.moe import MixtureOfExperts
 
 
 def in_turns(contenders: dict[str, Callable[[], Any]], rounds: int, repeats: int) -> dict[str, float]:
@@ -52,6 +55,19 @@ def gated_norm(o: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(o, (o.shape[-1],), weight, 1e-5).flatten(-2) * torch.sigmoid(gate)
 
 
+def experts(args: argparse.Namespace, compiled: bool) -> MixtureOfExperts:
+    """The layer, FP32 on the GPU; the experts' own products are compiled with it, for the whole process."""
+    layer = MixtureOfExperts(args.dim, args.expert_width, args.experts, args.top_k)
+    layer.init_weights(Initializer(0), "experts", 0.02)
+    if compiled:
+        moe = torchtitan.models.moe.moe
+        moe._run_experts_grouped_mm = torch.compile(moe._run_experts_grouped_mm, fullgraph=True)
+        for name, part in list(layer.named_children()):
+            if name != "experts":
+                setattr(layer, name, torch.compile(part, fullgraph=True))
+    return layer.cuda()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=1024)
@@ -59,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=128, help="K and V")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--experts", type=int, default=64, help="of the mixture; 0 leaves it out")
+    parser.add_argument("--expert-width", type=int, default=320)
+    parser.add_argument("--top-k", type=int, default=8, help="experts that a token meets")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="write the times to this file")
     args = parser.parse_args(argv)
@@ -119,6 +138,20 @@ def main(argv: list[str] | None = None) -> int:
         "its core alone": trained(core, q, k, v, summed, beta),
     }
     times |= in_turns(layers, args.rounds, 3)
+
+    if args.experts:
+
+        def mixture(layer: MixtureOfExperts) -> Callable[[], Any]:
+            def call() -> Any:
+                with torch.autocast("cuda", torch.bfloat16):
+                    y = layer(x)
+                return torch.autograd.grad(y, [x, *layer.parameters()], gradient)
+
+            return call
+
+        eager = in_turns({"experts, eager": mixture(experts(args, False))}, args.rounds, 3)
+        parts = in_turns({"experts, compiled in parts": mixture(experts(args, True))}, args.rounds, 3)
+        times |= eager | parts
     print(f"{torch.cuda.get_device_name()}, {args.batch} x {args.tokens} tokens, width {dim}, {heads} heads of {width}")
     print("| forward and backward | us |\n|---|---|")
     for name, us in times.items():
