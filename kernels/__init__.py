@@ -8,7 +8,8 @@ from .output import chunk_fwd_o_vk, chunk_output
 from .recurrent import recurrent_kda, recurrent_kda_step
 from .recurrent_conv_step import recurrent_kda_conv_step
 from .reference import naive_chunk_kda, naive_recurrent_kda
-from .short_conv import causal_conv1d, causal_conv1d_step
+from .short_conv import causal_conv1d
+from .short_conv_step import causal_conv1d_step
 
 __all__ = [
     "bounded_gate_cumsum",

@@ -110,7 +110,7 @@ def gate_rows(bench: Bench) -> None:
 
 
 def conv_rows(bench: Bench) -> None:
-    from titan_kda.kernels import short_conv
+    from titan_kda.kernels import short_conv, short_conv_step
 
     def make(tokens: int) -> Callable[[int], dict[str, torch.Tensor]]:
         def inputs(seed: int) -> dict[str, torch.Tensor]:
@@ -171,14 +171,16 @@ def conv_rows(bench: Bench) -> None:
         return inputs
 
     def step(**launch: Any) -> Callable:
-        return lambda x: lambda: short_conv._step_triton(x["x"], x["weight"], x["state"], "silu", x["slots"], **launch)
+        return lambda x: (
+            lambda: short_conv_step._step_triton(x["x"], x["weight"], x["state"], "silu", x["slots"], **launch)
+        )
 
     for sequences in (1, 8, 64, 256, 1024):
         tuned = []
         if bench.tune:
             tuned = [
                 Contender(text, step(launch=launch))
-                for text, launch in variants(short_conv._STEP, warps=(1, 4), per_thread=(4, 8))
+                for text, launch in variants(short_conv_step._STEP, warps=(1, 4), per_thread=(4, 8))
             ]
         moved = sequences * (2 * CHANNELS * (2 + 2 * (TAPS - 1)) + 4) + weights
         ours = Contender("titan_kda.causal_conv1d_step", step())

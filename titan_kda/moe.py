@@ -203,8 +203,8 @@ class Experts(GroupedExperts):
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor, aligned: bool = False) -> Tensor:
         """x [rows, dim], each expert's rows after another's; ``aligned``: they are as the grouped products ask."""
         if aligned:
-            weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
-            return torchtitan_moe._run_experts_grouped_mm(*weights, x, num_tokens_per_expert)
+            w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+            return torchtitan_moe._run_experts_grouped_mm(w1, w2, w3, x, num_tokens_per_expert)
         self.use_grouped_mm = self.grouped(x.device, x.dtype)
         return super().forward(x, num_tokens_per_expert)
 
