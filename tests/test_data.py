@@ -148,6 +148,12 @@ def test_tokenizer_errors(tmp_path):
     assert isinstance(build_tokenizer(job()), ByteTokenizer)
     with pytest.raises(ValueError, match=r"data\.tokenizer must be one of 'byte', 'hf', got 'bytes'"):
         build_tokenizer(job(data__tokenizer="bytes"))
+    for file, text in (("tokenizer.json", "{"), ("vocab.json", "[")):
+        broken = tmp_path / file.partition(".")[0]
+        broken.mkdir()
+        (broken / file).write_text(text)
+        with pytest.raises(ValueError, match=f"cannot read the tokenizer in .*{broken.name}: ."):
+            build_tokenizer(job(data__tokenizer="hf", model__hf_assets_path=str(broken)))
     with pytest.raises(FileNotFoundError, match="hf_assets_path is no folder"):
         build_tokenizer(job(data__tokenizer="hf", model__hf_assets_path=str(tmp_path / "none")))
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):

@@ -180,7 +180,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """The tokenizer that ``data.tokenizer`` names: "byte", or "hf" for the files in ``model.hf_assets_path``.
 
     Raises:
-        ValueError: another name.
+        ValueError: another name; a tokenizer's files that cannot be read.
         FileNotFoundError: no such folder, or no tokenizer in it.
     """
     name = _data_section(job_config).tokenizer
@@ -193,7 +193,10 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
         raise FileNotFoundError(f"data.tokenizer = 'hf': model.hf_assets_path is no folder: {folder}")
     if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.json", "vocab.txt")):
         raise FileNotFoundError(f"data.tokenizer = 'hf': no tokenizer.json in model.hf_assets_path: {folder}")
-    return build_hf_tokenizer(job_config)
+    try:
+        return build_hf_tokenizer(job_config)
+    except Exception as error:  # the tokenizers library knows no narrower one for a file that it cannot read
+        raise ValueError(f"data.tokenizer = 'hf': cannot read the tokenizer in {folder}: {error}") from error
 
 
 def check_vocab(tokenizer: BaseTokenizer, vocab_size: int) -> None:
