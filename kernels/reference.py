@@ -220,6 +220,8 @@ def naive_chunk_kda(
     products: Tensor = _DecayedProducts.apply(torch.stack([q, _finite(beta * k)], -2), k, G)  # pyright: ignore
     a_qk, L = _finite(products).unbind(-2)  # [chunks, H, C, C], both without their diagonals
     decay = _exp2(G)
+    # What is no number from the start stays so, in all that its chunk and later ones give.
+    lost = torch.cat([k, v, beta], -1).isnan().any(-1, keepdim=True)
     u_w: Tensor = _UnitLowerSolve.apply(L, _finite(beta * torch.cat([v, k * decay], -1)))  # pyright: ignore
     u, w = _finite(u_w).split([v.shape[-1], k.shape[-1]], -1)
     read = torch.cat([w, q * decay], -2)  # [chunks, H, 2 C, K]: one product with the state serves both
@@ -230,10 +232,11 @@ def naive_chunk_kda(
     values: list[Tensor] = []
     outputs: list[Tensor] = []
     finished: list[Tensor] = []
-    for read_c, u_c, k_c, decay_c in zip(*(x.split(steps.running) for x in (read, u, k_decayed, state_decay))):
+    inputs = (read, u, k_decayed, state_decay, lost)
+    for read_c, u_c, k_c, decay_c, lost_c in zip(*(x.split(steps.running) for x in inputs)):
         state = _retire(state, u_c.shape[0], finished)
         w_S, q_S = _matmul(read_c, state).split(chunk_size, -2)
-        v_new = _finite(u_c - w_S)  # [running, H, C, V]
+        v_new = torch.where(lost_c, torch.nan, _finite(u_c - w_S))  # [running, H, C, V]
         state = decay_c * state + _matmul(k_c.mT, v_new)
         values.append(v_new)
         outputs.append(q_S)
@@ -532,6 +535,7 @@ def naive_causal_conv1d(
     if output_final_state and not lengths:
         final_state = initial_state.clone()
     windows = max(run.shape[0] - past, 0)
+    run = run.clamp(-(2.0**100), 2.0**100)  # so that no sum overflows: SiLU's slope is no number at infinity
     if x.is_cuda or not windows or not channels:
         y = x.new_zeros(windows, channels)  # by hand: cuDNN's convolution may round FP32 to TF32
         for tap in range(past + 1):

@@ -129,7 +129,9 @@ def _activated(y, SILU: tl.constexpr):
 def _preactivation_grad(grad, y, SILU: tl.constexpr):
     if SILU:
         s = logistic(y * _LOG2_E)
-        grad = grad * tl.fma(s, tl.fma(-y, s, y), s)  # spelled out: s is a square, which could be fused instead
+        slope = tl.fma(s, tl.fma(-y, s, y), s)  # spelled out: s is a square, which could be fused instead
+        # At an infinite y it is no number: a later token that has no part in the loss must not reach earlier ones.
+        grad = tl.where(grad == 0.0, 0.0, grad * slope)
     return grad
 
 

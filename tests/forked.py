@@ -6,6 +6,7 @@ torch cannot be forked once it has looked for devices.
 """
 
 import atexit
+import ctypes
 import functools
 import json
 import os
@@ -39,7 +40,11 @@ def run_job(toml, *args, processes=1, timeout=300, **env):
         server = _server()
         server.stdin.write(json.dumps(order | {"logs": logs}) + "\n")
         server.stdin.flush()
-        status = int(server.stdout.readline())
+        answer = server.stdout.readline()
+        if not answer:
+            _server.cache_clear()
+            raise RuntimeError(f"the process that forks jobs ended with status {server.wait()}")
+        status = int(answer)
         ranks = range(processes if status else 1)
         out, err = (
             "".join(Path(logs, f"{rank}.{kind}").read_text(encoding="utf-8", errors="replace") for rank in ranks)
@@ -67,8 +72,14 @@ def _server():
 # ---- in the server ----
 
 
+def end_with_the_parent():
+    """Has this process killed when its parent ends, however that ends (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def serve():
     """For each order on standard input, forks its ranks, waits for them and writes the job's status."""
+    end_with_the_parent()
     import torchtitan.train  # noqa: F401
 
     import titan_kda.register
@@ -98,6 +109,7 @@ def run_rank(order, rank):
     """One rank of a job, in the forked process, which it ends."""
     status = 1
     try:
+        end_with_the_parent()
         signal.alarm(order["timeout"])  # which kills
         for number, name, mode in ((0, os.devnull, "r"), (1, f"{rank}.out", "w"), (2, f"{rank}.err", "w")):
             with open(Path(order["logs"], name), mode) as file:

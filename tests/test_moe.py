@@ -107,6 +107,7 @@ def test_filled_up_groups_change_nothing(monkeypatch, compiled):
 
     def forward(self, rows, count, aligned):
         assert aligned and rows.shape[0] >= count.sum()
+        assert rows.ne(0).any(-1).sum() == 2 * 20 * TOP  # the others fill up: no token stands in them
         rows = torch.cat([rows[: count.sum()], torch.full_like(rows[count.sum() :], torch.nan)])  # never read
         counts.append(count.tolist())
         out = GroupedExperts.forward(self, rows, count)
@@ -123,6 +124,19 @@ def test_filled_up_groups_change_nothing(monkeypatch, compiled):
     assert all(n % 8 == 0 for n in counts[0]) and counts[0][4] == 0
     for one, other in zip(found, want):
         assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 4)])
+def test_no_tokens(monkeypatch, shape):
+    """Also where groups are filled up, whose rows are then all that there is."""
+    for filled_up in (False, True):
+        if filled_up:
+            monkeypatch.setattr(Experts, "forward", lambda self, rows, count, aligned: rows * 1)
+            monkeypatch.setattr(Experts, "grouped", staticmethod(lambda device, dtype: True))
+        x = torch.randn(*shape, DIM, requires_grad=True)
+        y = make_moe()(x)
+        y.sum().backward()
+        assert y.shape == x.shape == x.grad.shape
 
 
 def test_pairs_of_other_ranks_add_nothing():

@@ -91,8 +91,15 @@ class Places(NamedTuple):
     whole: bool  # no pair is another rank's
 
 
-def _tokens(places: Places) -> Tensor:
-    return places.pair_of.clamp(min=0) // places.top_k
+def _to_rows(x: Tensor, places: Places) -> Tensor:
+    """x [T, dim] to [rows, dim]; zeros in rows that fill up."""
+    rows = places.pair_of.shape[0]
+    if not x.shape[0]:
+        return x.new_zeros(rows, x.shape[1])
+    taken = x[places.pair_of.clamp(min=0) // places.top_k]
+    if rows == places.row_of.shape[0] and places.whole:
+        return taken
+    return torch.where((places.pair_of >= 0)[:, None], taken, 0)
 
 
 class _ToRows(torch.autograd.Function):
@@ -100,7 +107,7 @@ class _ToRows(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, places: Places) -> Tensor:
-        return x[_tokens(places)]  # rows that fill up are of any finite values: their outputs have no gradient
+        return _to_rows(x, places)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Places], output: Tensor) -> None:
@@ -137,8 +144,10 @@ class _FromRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights, *saved = ctx.saved_tensors
         places = Places(*saved, *ctx.rest)
-        of_row = torch.where(places.pair_of >= 0, weights.flatten()[places.pair_of.clamp(min=0)], 0)
-        d_rows = (grad[_tokens(places)] * of_row[:, None]).to(rows.dtype)
+        if not weights.numel():
+            return torch.zeros_like(rows), torch.zeros_like(weights), None
+        of_row = weights.flatten()[places.pair_of.clamp(min=0)]  # rows that fill up have no gradient to weigh
+        d_rows = (_to_rows(grad, places) * of_row[:, None]).to(rows.dtype)
         d_weights = (_of_pairs(rows, places).float() * grad[:, None]).sum(-1)
         return d_rows, d_weights, None
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from .. import configs
 from .._device import cdiv
 from .prepare import anchored_half_range
-from .tiles import INTERPRETED, chunk_slots, load_rows, locate_chunk, matmul
+from .tiles import INTERPRETED, chunk_slots, held, load_rows, locate_chunk, matmul
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -161,6 +161,10 @@ def add_turn(
     gate_tile = load_blocks(gate, partner, channel, K, stride, MASK_K)
     k_tile = load_blocks(k, partner, channel, K, stride, MASK_K)
     x_tile = load_either(earlier, k, q, partner, channel, K, stride, MASK_K)
+    if ANCHORED or OPERAND == tl.float32:
+        x_tile = held(x_tile)
+    if OPERAND == tl.float32:
+        k_tile = held(k_tile)
     beta_other = tl.load(beta + partner * H).to(tl.float32)
     sign = tl.where(earlier, -1.0, 1.0)
     if ANCHORED:
@@ -208,6 +212,9 @@ def add_level(
     k_tile = load_blocks(k, own, channel, K, stride, MASK_K)
     # What the upper half gives to columns is q and k, what the lower half gives to rows is k.
     x_tile = load_either((r & (1 << log_level)) != 0, q, k, own, channel, K, stride, MASK_K)
+    if OPERAND == tl.float32:
+        x_tile = held(x_tile)
+        k_tile = held(k_tile)
     x_tile = scale_rows(x_tile, factor, OPERAND)
     k_tile = scale_rows(k_tile, factor, OPERAND)
     served = ((r >> log_level) ^ (c >> log_level)) == 1

@@ -27,6 +27,8 @@ from .tiles import (
     block_width,
     chunk_slots,
     finite,
+    held,
+    held_beta,
     invert_unit_lower,
     load_clamped,
     locate_chunk,
@@ -54,7 +56,7 @@ def load_scores(lower, rows, stride, ROW: tl.constexpr, COLUMN: tl.constexpr, be
     j = tl.arange(0, 32)[None, :]
     mask = (ROW + i < rows) & (ROW + i > COLUMN + j)
     tile = tl.load(lower + (ROW + i) * stride + COLUMN + j, mask=mask, other=0.0).to(tl.float32)
-    return tile * tl.load(beta + (ROW + i) * H, mask=ROW + i < rows, other=0.0).to(tl.float32)
+    return tile * held_beta(tl.load(beta + (ROW + i) * H, mask=ROW + i < rows, other=0.0))
 
 
 @triton.jit
@@ -64,8 +66,13 @@ def apply_inverse(
 ):  # fmt: skip
     """[[upper, 0], [corner, lower]] times 64 rows of ``source``."""
     row = tl.arange(0, 32)[:, None]
-    first = load_clamped(source, row, rows, column, width, stride_source, MASKED).to(upper.dtype)
-    second = load_clamped(source, 32 + row, rows, column, width, stride_source, MASKED).to(upper.dtype)
+    first = load_clamped(source, row, rows, column, width, stride_source, MASKED)
+    second = load_clamped(source, 32 + row, rows, column, width, stride_source, MASKED)
+    if not IN_PLACE:
+        first = held(first)
+        second = held(second)
+    first = first.to(upper.dtype)
+    second = second.to(upper.dtype)
     out_first = matmul(upper, first, PRECISION)
     out_second = tl.dot(lower, second, matmul(corner, first, PRECISION), input_precision=PRECISION)
     if IN_PLACE:
@@ -142,11 +149,11 @@ def prepare_kernel(
         store_rows(a_inv, finite(corner, OPERAND), 32 + i, rows, stride_a, j)
         store_rows(a_inv, finite(lower, OPERAND), 32 + i, rows, stride_a, 32 + j)
     # A diag(beta), so that k 2^G and v go into the products as they are.
-    beta_first = tl.load(beta + j * H, mask=j < rows, other=0.0).to(tl.float32)
-    beta_second = tl.load(beta + (32 + j) * H, mask=32 + j < rows, other=0.0).to(tl.float32)
-    upper = finite(upper * beta_first, OPERAND)
-    corner = finite(corner * beta_first, OPERAND)
-    lower = finite(lower * beta_second, OPERAND)
+    beta_first = held_beta(tl.load(beta + j * H, mask=j < rows, other=0.0))
+    beta_second = held_beta(tl.load(beta + (32 + j) * H, mask=32 + j < rows, other=0.0))
+    upper = finite(upper * beta_first, OPERAND, 2.0**56)
+    corner = finite(corner * beta_first, OPERAND, 2.0**56)
+    lower = finite(lower * beta_second, OPERAND, 2.0**56)
     for step in range(0, WIDTH_K // BLOCK):
         column = step * BLOCK + tl.arange(0, BLOCK)[None, :]
         apply_inverse(

@@ -25,7 +25,7 @@ Rows past the end of a short chunk repeat its last row; no pair of theirs is sto
 import triton
 import triton.language as tl
 
-from .tiles import finite, load_clamped, opaque, stack, store_rows
+from .tiles import finite_scores, held, load_clamped, opaque, stack, store_rows
 
 # ---- any gate ----
 
@@ -53,9 +53,15 @@ def score_levels(
         g = load_clamped(gate, row, rows, column, K, stride, MASKED)
         g_last = load_clamped(gate, rows - 1, rows, column, K, stride, MASKED)
         decay = tl.exp2(g)
-        store_rows(q_decayed, q_tile * decay, row, rows, stride_k, column)
-        store_rows(k_gated, k_tile * decay, row, rows, stride_k, column)
-        store_rows(k_decayed, k_tile * tl.exp2(-tl.abs(g_last - g)), row, rows, stride_k, column)
+        q_decay = q_tile * decay
+        if OPERAND == tl.float32:
+            q_decay = held(q_decay)  # TF32 rounds the largest numbers to infinity
+        store_rows(q_decayed, q_decay, row, rows, stride_k, column)
+        store_rows(k_gated, held((k_tile * decay).to(OPERAND)), row, rows, stride_k, column)
+        k_decay = k_tile * tl.exp2(-tl.abs(g_last - g))
+        if OPERAND == tl.float32:
+            k_decay = held(k_decay)
+        store_rows(k_decayed, k_decay, row, rows, stride_k, column)
         dot_qk += tl.sum(q_tile * k_tile, axis=1)
         if Q_NORM:
             square += tl.sum(q_tile * q_tile, axis=1)
@@ -72,8 +78,8 @@ def score_levels(
             q_scores = tl.where(served, q_more, q_scores)
             k_scores = tl.where(served, k_more, k_scores)
     q_scores = tl.where(i > j, q_scores, tl.where(i == j, dot_qk[:, None], 0.0))
-    store_rows(a_qk, finite(q_scores, OPERAND), row, rows, stride_a, FIRST + j)
-    store_rows(lower, finite(k_scores, lower.dtype.element_ty), row, rows, stride_l, FIRST + j)
+    store_rows(a_qk, finite_scores(q_scores, OPERAND), row, rows, stride_a, FIRST + j)
+    store_rows(lower, finite_scores(k_scores, lower.dtype.element_ty), row, rows, stride_l, FIRST + j)
     if Q_NORM:
         line = FIRST + tl.arange(0, 32)
         tl.store(q_scale + line, tl.rsqrt(square + 1e-6), mask=line < rows)
@@ -100,8 +106,8 @@ def score_corner(
         q_scores = tl.dot(opaque(q_row.to(OPERAND)), k_left, q_scores, input_precision=PRECISION)
         k_scores = tl.dot(opaque(k_row.to(OPERAND)), k_left, k_scores, input_precision=PRECISION)
     j = tl.arange(0, 32)[None, :]
-    store_rows(a_qk, finite(q_scores, OPERAND), 32 + i, rows, stride_a, j)
-    store_rows(lower, finite(k_scores, lower.dtype.element_ty), 32 + i, rows, stride_l, j)
+    store_rows(a_qk, finite_scores(q_scores, OPERAND), 32 + i, rows, stride_a, j)
+    store_rows(lower, finite_scores(k_scores, lower.dtype.element_ty), 32 + i, rows, stride_l, j)
 
 
 # ---- under a promised bound ----
@@ -117,7 +123,7 @@ def score_block(
     its rows, times 2^half_range; its columns up to the next block's first row, times 2^-half_range; its first gate."""
     row = FIRST + tl.arange(0, 16)[:, None]
     column = step * BK + tl.arange(0, BK)[None, :]
-    q_tile = load_clamped(q, row, rows, column, K, stride, MASKED).to(tl.float32)
+    q_tile = held(load_clamped(q, row, rows, column, K, stride, MASKED)).to(tl.float32)  # times 2^half_range
     k_tile = load_clamped(k, row, rows, column, K, stride, MASKED).to(tl.float32)
     g = load_clamped(gate, row, rows, column, K, stride, MASKED)
     g_first = load_clamped(gate, FIRST, rows, column, K, stride, MASKED)
@@ -159,10 +165,10 @@ def store_scores(
     at_q = a_qk + row * stride_a + COLUMN + j
     at_k = lower + row * stride_l + COLUMN + j
     if FULL:
-        tl.store(tl.where(of_q, at_q, at_k), finite(scores, tl.float32), mask=row < rows)
+        tl.store(tl.where(of_q, at_q, at_k), finite_scores(scores, tl.float32), mask=row < rows)
     else:
-        bits_q = finite(scores, a_qk.dtype.element_ty).to(tl.int16, bitcast=True)
-        bits_k = finite(scores, lower.dtype.element_ty).to(tl.int16, bitcast=True)
+        bits_q = finite_scores(scores, a_qk.dtype.element_ty).to(tl.int16, bitcast=True)
+        bits_k = finite_scores(scores, lower.dtype.element_ty).to(tl.int16, bitcast=True)
         at_q = at_q.to(tl.pointer_type(tl.int16))
         at_k = at_k.to(tl.pointer_type(tl.int16))
         tl.store(tl.where(of_q, at_q, at_k), tl.where(of_q, bits_q, bits_k), mask=row < rows)

@@ -93,25 +93,71 @@ def store_rows(base, tile, row, rows, stride, column):
     tl.store(base + row * stride + column, tile.to(base.dtype.element_ty), mask=row < rows)
 
 
-@triton.jit
-def finite(tile, TYPE: tl.constexpr, LIMIT: tl.constexpr = 2.0**126, NAN: tl.constexpr = True):
-    """An FP32 tile in TYPE, with the largest finite number where it is too large or, if NAN, not a number; FP32 is held
-    within LIMIT, below what TF32 could round to infinity.
+# Causality is exact for whatever finite values a later token has. A matrix product multiplies its row by zeros, and 0
+# times infinity would reach earlier ones. So what a row puts into an operand stays finite: ``held`` bounds the entries
+# that sums multiply, far above any use, so that no sum overflows; ``finite`` converts. Neither hides an input's NaN.
 
-    Causality hangs on it: a matrix product multiplies later rows by zeros, and 0 times infinity would reach earlier
-    ones.
-    """
+
+@triton.jit
+def held(tile):
+    """The tile within +-2^60; NaN stays NaN. FP16 cannot leave it."""
+    if tile.dtype == tl.float16:
+        return tile
+    elif tile.dtype == tl.float32 or INTERPRETED:
+        tile = tl.minimum(tile, 2.0**60, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(tile, -(2.0**60), propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 top; mov.b32 top, 0x5d805d80; min.NaN.bf16x2 $0, $1, top; mov.b32 top, 0xdd80dd80; "
+            "max.NaN.bf16x2 $0, $0, top; }",
+            "=r,r", [tile], tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def held_beta(beta):
+    """beta in FP32 within +-2^16; NaN stays NaN."""
+    beta = tl.minimum(beta.to(tl.float32), 65536.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(beta, -65536.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def finite(tile, TYPE: tl.constexpr, LIMIT: tl.constexpr = 2.0**126):
+    """An FP32 tile in TYPE, the largest finite number where it is too large; FP32 is held within LIMIT, below what TF32
+    could round to infinity. NaN stays NaN."""
     if TYPE == tl.float32 or INTERPRETED:
         limit: tl.constexpr = 65504.0 if TYPE == tl.float16 else LIMIT
+        tile = tl.minimum(tile, limit, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(tile, -limit, propagate_nan=tl.PropagateNan.ALL).to(TYPE)
+    elif TYPE == tl.float16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [tile], tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;", "=r,f,f", [tile], tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def finite_scores(tile, TYPE: tl.constexpr):
+    """``finite``, and the largest finite number for NaN as well: sums of raw entries can overflow both ways. An input's
+    NaN goes on in what else its row puts into operands."""
+    if TYPE == tl.float32 or INTERPRETED:
+        limit: tl.constexpr = 65504.0 if TYPE == tl.float16 else 2.0**126
         return tl.maximum(tl.minimum(tile, limit), -limit).to(TYPE)
     elif TYPE == tl.float16:
-        convert: tl.constexpr = "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;"
-        least: tl.constexpr = " { .reg .b32 top; mov.b32 top, 0x7bff7bff; min.f16x2 $0, $0, top; }" if NAN else ""
-        return tl.inline_asm_elementwise(convert + least, "=r,f,f", [tile], tl.float16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 top; mov.b32 top, 0x7bff7bff; cvt.rn.satfinite.f16x2.f32 $0, $2, $1; "
+            "min.f16x2 $0, $0, top; }",
+            "=r,f,f", [tile], tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
-        convert: tl.constexpr = "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;"
-        least: tl.constexpr = " { .reg .b32 top; mov.b32 top, 0x7f7f7f7f; min.bf16x2 $0, $0, top; }" if NAN else ""
-        return tl.inline_asm_elementwise(convert + least, "=r,f,f", [tile], tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 top; mov.b32 top, 0x7f7f7f7f; cvt.rn.satfinite.bf16x2.f32 $0, $2, $1; "
+            "min.bf16x2 $0, $0, top; }",
+            "=r,f,f", [tile], tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -142,10 +188,10 @@ def stack(upper, lower):
 
 @triton.jit
 def merge_product(a, b, FULL: tl.constexpr):
-    """a b with FP32 sums. FULL: 3xTF32, within 2^60, so that no sum overflows; otherwise in FP16."""
+    """a b with FP32 sums. FULL: 3xTF32, within 2^40, so that no sum overflows; otherwise in FP16."""
     TYPE: tl.constexpr = tl.float32 if FULL else tl.float16
-    a = finite(a, TYPE, 2.0**60, FULL)
-    b = finite(b, TYPE, 2.0**60, FULL)
+    a = finite(a, TYPE, 2.0**40)
+    b = finite(b, TYPE, 2.0**40)
     return tl.dot(a, b, input_precision="tf32x3", out_dtype=tl.float32)
 
 

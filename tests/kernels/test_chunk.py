@@ -188,6 +188,17 @@ def test_gradient_of_one_result_alone(which, impl):
 # ---- exact properties ----
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "beta"])
+def test_a_nan_is_not_hidden(name, impl):
+    """It is its own token's output and, unless it is q's, all that comes after and the final state."""
+    inputs = core_inputs(1, 110, 2, 16, 8)
+    inputs[name][:, 40] = NAN
+    output, state = chunk_kda(**to_chunk(inputs), output_final_state=True, impl=impl)
+    assert output[:, 40].isnan().all()
+    assert name == "q" or (output[:, 41:].isnan().all() and state.isnan().any(-2).all())
+
+
 LATER = {"q": 1e4, "k": -3.0, "v": 1e8, "gate": -300.0, "beta": 5.0}
 HUGE = {"q": 1e30, "k": -1e30, "v": 3e38, "gate": -1.0, "beta": 1e30}  # what they make overflows
 

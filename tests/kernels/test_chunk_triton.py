@@ -211,6 +211,7 @@ def test_packed_is_alone_and_nothing_past_the_end_is_read(lengths):
 
 LATER = {"q": 1e4, "k": -1.0, "v": 1e8, "gate": -5.0, "beta": 5.0}
 HUGE = {"q": 1e30, "k": -1e30, "v": 1e30, "gate": -5.0, "beta": 1e30}
+LARGEST = torch.finfo(torch.float32).max  # TF32 would round it to infinity
 HUGE_HALF = {"q": 6e4, "k": -6e4, "v": 6e4, "gate": -5.0, "beta": 6e4}
 
 
@@ -221,10 +222,12 @@ HUGE_HALF = {"q": 6e4, "k": -6e4, "v": 6e4, "gate": -5.0, "beta": 6e4}
         (40, -5.0, "fp32_chunk", LATER),
         (37, None, "fp32_chunk", HUGE),  # sums overflow FP32: the rows that hold them must not reach earlier ones
         (37, None, "fp16", HUGE_HALF),
+        (37, None, "fp32_chunk", dict.fromkeys("qkv", LARGEST)),
+        (40, -5.0, "fp32_chunk", {"q": LARGEST, "v": -LARGEST, "beta": LARGEST}),
         pytest.param(17, None, "bf16", HUGE, marks=gpu),
         pytest.param(37, None, "bf16", HUGE, marks=gpu),
-        pytest.param(37, None, "bf16", dict.fromkeys(("k", "v"), 3e38), marks=gpu),
-        pytest.param(40, -5.0, "bf16", LATER | {"q": 1e15, "v": 1e30, "beta": 1e30}, marks=gpu),
+        pytest.param(37, None, "bf16", dict.fromkeys("qkv", 3.3e38), marks=gpu),
+        pytest.param(40, -5.0, "bf16", {"q": 3.3e38, "v": -3.3e38, "beta": 3.3e38}, marks=gpu),
     ],
 )
 def test_causality_is_exact(token, bound, row, later):
@@ -241,6 +244,8 @@ def test_causality_is_exact(token, bound, row, later):
     output, _, found = run()
     for name, value in later.items():
         inputs[name][:, token:] = value * torch.rand_like(inputs[name][:, token:])
+        inputs[name][:, token] = value
+        inputs[name][:, token + 3] = -value if name != "gate" else value
     assert all(x.isfinite().all() for x in inputs.values())
     output_2, _, found_2 = run()
     assert not torch.equal(output[:, token:], output_2[:, token:])
@@ -248,6 +253,20 @@ def test_causality_is_exact(token, bound, row, later):
     assert torch.equal(found["initial_state"], found_2["initial_state"])
     for name in ("q", "k", "v", "cumulative_gate", "beta"):
         assert torch.equal(found[name][:, :token], found_2[name][:, :token]), name
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("row", ["fp32_chunk", "fp16", pytest.param("bf16", marks=gpu)])
+def test_a_nan_is_not_hidden(row, bound):
+    """It is its own token's output and, unless it is q's, all that comes after and the final state."""
+    for name in ("q", "k", "v", "gate", "beta"):
+        inputs = core_inputs(1, 70, 1, 16, 8, dtype=DTYPES[row])
+        inputs["gate"].clamp_(min=-5.0)
+        inputs[name][:, 40] = torch.nan
+        inputs = {key: x.to(DEVICE) for key, x in to_chunk(inputs).items()}
+        output, state = triton_chunk_kda(**inputs, output_final_state=True, gate_lower_bound=bound)
+        assert output[:, 40].isnan().all(), name
+        assert name == "q" or (output[:, 41:].isnan().all() and state.isnan().any(-2).all()), name
 
 
 LIKE_KEYS = [("fp32_chunk", (1e-4, 1e-4)), ("fp16", (5e-3, 1e-2))] + ([("bf16", (3e-2, 1e-1))] if ON_GPU else [])
