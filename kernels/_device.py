@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
 
 @triton.jit
 def locate_span(slot, cu_seqlens_ptr, T, N, SPAN: tl.constexpr, PACKED: tl.constexpr):
@@ -72,6 +74,22 @@ def load_rows(ptrs, stride, start, first, rows, in_channels, ROWS: tl.constexpr)
         mask = mask_if(in_channels, first + r < rows)
         loaded = loaded + (tl.load(ptrs + (start + first + r) * stride, mask=mask, other=0.0),)
     return loaded
+
+
+@triton.jit
+def held(tile):
+    """The tile within +-2^60, so that sums of its products stay finite; NaN stays NaN. FP16 cannot leave it."""
+    if tile.dtype == tl.float16:
+        return tile
+    elif tile.dtype == tl.bfloat16 and not INTERPRETED and tile.numel > 1:  # two at a time
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 top; mov.b32 top, 0x5d805d80; min.NaN.bf16x2 $0, $1, top; mov.b32 top, 0xdd80dd80; "
+            "max.NaN.bf16x2 $0, $0, top; }",
+            "=r,r", [tile], tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        within = tl.minimum(tile.to(tl.float32), 2.0**60, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(within, -(2.0**60), propagate_nan=tl.PropagateNan.ALL).to(tile.dtype)
 
 
 @triton.jit

@@ -129,9 +129,10 @@ def _activated(y, SILU: tl.constexpr):
 def _preactivation_grad(grad, y, SILU: tl.constexpr):
     if SILU:
         s = logistic(y * _LOG2_E)
-        slope = tl.fma(s, tl.fma(-y, s, y), s)  # spelled out: s is a square, which could be fused instead
-        # At an infinite y it is no number: a later token that has no part in the loss must not reach earlier ones.
-        grad = tl.where(grad == 0.0, 0.0, grad * slope)
+        slope = tl.fma(s, y - y * s, s)  # spelled out: s is a square, which could be fused instead
+        # At most 1.1, but at an infinite y no number, which the minimum drops: a later token that has no part in the
+        # loss must not reach earlier ones.
+        grad = grad * tl.minimum(slope, 2.0)
     return grad
 
 
@@ -380,7 +381,8 @@ def _causal_conv1d_backward_kernel(
 
         for base in range(whole, rows):
             t = tl.cast(base, tl.int64)
-            run = window + (tl.load(x_ptrs + t * x_stride, mask=in_channels, other=0.0).to(tl.float32),)
+            x = tl.load(x_ptrs + t * x_stride, mask=in_channels, other=0.0)
+            run = window + (x.to(tl.float32),)
             grad = tl.load(grad_ptrs + t * grad_stride, mask=in_channels, other=0.0).to(tl.float32)
             dy = _preactivation_grad(grad, _filtered(taps, run, 0, W), SILU)
             pull_run = pulls + (dy,)

@@ -35,9 +35,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import configs
-from .._device import cdiv
+from .._device import INTERPRETED, cdiv, held
 from .prepare import anchored_half_range
-from .tiles import INTERPRETED, chunk_slots, held, load_rows, locate_chunk, matmul
+from .tiles import chunk_slots, load_rows, locate_chunk, matmul
 
 
 @triton.jit(do_not_specialize=["T", "N"])

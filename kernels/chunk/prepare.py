@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import configs
+from .._device import held
 from .._operator import LOG2_E
 from .scores import score_blocks, score_corner, score_levels
 from .tiles import (
@@ -27,7 +28,6 @@ from .tiles import (
     block_width,
     chunk_slots,
     finite,
-    held,
     held_beta,
     invert_unit_lower,
     load_clamped,

@@ -25,7 +25,8 @@ Rows past the end of a short chunk repeat its last row; no pair of theirs is sto
 import triton
 import triton.language as tl
 
-from .tiles import finite_scores, held, load_clamped, opaque, stack, store_rows
+from .._device import held
+from .tiles import finite_scores, load_clamped, opaque, stack, store_rows
 
 # ---- any gate ----
 

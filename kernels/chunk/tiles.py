@@ -4,10 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .._device import cdiv, power_of_2
+from .._device import INTERPRETED, cdiv, power_of_2
 
 CHUNK = 64
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def operand_dtype(*tensors: torch.Tensor) -> torch.dtype:
@@ -96,22 +95,6 @@ def store_rows(base, tile, row, rows, stride, column):
 # Causality is exact for whatever finite values a later token has. A matrix product multiplies its row by zeros, and 0
 # times infinity would reach earlier ones. So what a row puts into an operand stays finite: ``held`` bounds the entries
 # that sums multiply, far above any use, so that no sum overflows; ``finite`` converts. Neither hides an input's NaN.
-
-
-@triton.jit
-def held(tile):
-    """The tile within +-2^60; NaN stays NaN. FP16 cannot leave it."""
-    if tile.dtype == tl.float16:
-        return tile
-    elif tile.dtype == tl.float32 or INTERPRETED:
-        tile = tl.minimum(tile, 2.0**60, propagate_nan=tl.PropagateNan.ALL)
-        return tl.maximum(tile, -(2.0**60), propagate_nan=tl.PropagateNan.ALL)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 top; mov.b32 top, 0x5d805d80; min.NaN.bf16x2 $0, $1, top; mov.b32 top, 0xdd80dd80; "
-            "max.NaN.bf16x2 $0, $0, top; }",
-            "=r,r", [tile], tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
 
 
 @triton.jit

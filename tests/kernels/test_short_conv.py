@@ -193,6 +193,27 @@ def test_two_calls_with_the_state_handed_over_equal_one(impl, cut):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("sign", [1, -1, 0])
+def test_causality_is_exact(sign, impl):
+    """Tokens that overflow the filter's sum and are no part of the loss change no bit before them; 0: both signs."""
+    x, weight, _ = conv_inputs(1, 30, 8, 4)
+    weight += 3 * weight.sign()
+    grad = normal_like(x, 1)
+    grad[:, 17:] = 0
+    later = torch.full_like(x[:, 17:], torch.finfo(x.dtype).max)
+    later *= sign or normal_like(later, 2).sign()
+
+    def outputs_and_grad(x):
+        leaf = x.clone().requires_grad_()
+        y, _ = causal_conv1d(leaf, weight, impl=impl)
+        return y.detach()[:, :17], torch.autograd.grad(y, leaf, grad)[0][:, :17]
+
+    want = outputs_and_grad(x)
+    x[:, 17:] = later
+    assert all(map(torch.equal, outputs_and_grad(x), want))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_strided_inputs_and_gradients_and_nothing_written(impl):
     x, weight, state = conv_inputs(2, 19, 24, 4)
     views = (x[..., 8:16], weight[::3], state.transpose(1, 2).contiguous().transpose(1, 2)[..., :8])
