@@ -325,7 +325,8 @@ def chunk_kda(
 
     Returns:
         The output [B, T, H, V] in q's type, and the final states [N, H, K, V] fp32 or None. A sequence gives the same
-        bits in any batch or pack.
+        bits in any batch or pack, and no token's depend on later finite values: for that, entries beyond 2^60 (beta:
+        2^16) may count as so much. NaN stays NaN.
 
     Raises:
         ValueError: a shape, rank, head count, device or state of the wrong form; K above 256; B other than 1 with
