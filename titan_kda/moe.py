@@ -9,7 +9,7 @@ The bias balances the load without a loss: before each optimizer step torchtitan
 tokens than the mean and raises it for the others (arXiv 2408.15664). Experts, expert parallelism and that update are
 torchtitan's; here are the FP32 gate, counting that also works on a CPU, initial values that do not depend on the
 layout, and how tokens get to the experts' rows and back: torchtitan's way (0.2.2) copies them three times, adds up
-their gradients with one atomic an element, and makes FP32 copies of what comes back.
+their gradients by indexed accumulation, and makes FP32 copies of what comes back.
 """
 
 from __future__ import annotations
