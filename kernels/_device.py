@@ -1,4 +1,4 @@
-"""What the token-parallel kernels share on the device: which tokens a program owns, and a cheap sigmoid.
+"""What the token-parallel kernels share on the device: which tokens a program owns, bounds, a cheap sigmoid.
 
 A *span* is up to SPAN consecutive tokens of one sequence, starting at a multiple of SPAN from the sequence's first. It
 is the unit of work. Dense, sequence n's spans follow those of sequence n - 1. Packed, the host knows T and N but not
@@ -77,6 +77,13 @@ def load_rows(ptrs, stride, start, first, rows, in_channels, ROWS: tl.constexpr)
 
 
 @triton.jit
+def within(tile, LIMIT: tl.constexpr):
+    """The FP32 tile within +-LIMIT; NaN stays NaN."""
+    tile = tl.minimum(tile, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(tile, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def held(tile):
     """The tile within +-2^60, so that sums of its products stay finite; NaN stays NaN. FP16 cannot leave it."""
     if tile.dtype == tl.float16:
@@ -88,8 +95,7 @@ def held(tile):
             "=r,r", [tile], tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        within = tl.minimum(tile.to(tl.float32), 2.0**60, propagate_nan=tl.PropagateNan.ALL)
-        return tl.maximum(within, -(2.0**60), propagate_nan=tl.PropagateNan.ALL).to(tile.dtype)
+        return within(tile.to(tl.float32), 2.0**60).to(tile.dtype)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._device import INTERPRETED, cdiv, power_of_2
+from .._device import INTERPRETED, cdiv, power_of_2, within
 
 CHUNK = 64
 
@@ -100,8 +100,7 @@ def store_rows(base, tile, row, rows, stride, column):
 @triton.jit
 def held_beta(beta):
     """beta in FP32 within +-2^16; NaN stays NaN."""
-    beta = tl.minimum(beta.to(tl.float32), 65536.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(beta, -65536.0, propagate_nan=tl.PropagateNan.ALL)
+    return within(beta.to(tl.float32), 2.0**16)
 
 
 @triton.jit
@@ -110,8 +109,7 @@ def finite(tile, TYPE: tl.constexpr, LIMIT: tl.constexpr = 2.0**126):
     could round to infinity. NaN stays NaN."""
     if TYPE == tl.float32 or INTERPRETED:
         limit: tl.constexpr = 65504.0 if TYPE == tl.float16 else LIMIT
-        tile = tl.minimum(tile, limit, propagate_nan=tl.PropagateNan.ALL)
-        return tl.maximum(tile, -limit, propagate_nan=tl.PropagateNan.ALL).to(TYPE)
+        return within(tile, limit).to(TYPE)
     elif TYPE == tl.float16:
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [tile], tl.float16, is_pure=True, pack=2
