@@ -1,6 +1,7 @@
 """The mixture of experts against its formula, its load balancing, and that every layout trains the same hybrid."""
 
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import forked
@@ -9,16 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torchtitan.config.job_config import Compile, Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama4.infra.parallelize import apply_compile
+from torchtitan.models.moe import moe as torchtitan_moe
 from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.tools import utils
 
 from titan_kda.attention import ForgetGate
+from titan_kda.data import ByteTokenizer
 from titan_kda.initialize import Initializer
 from titan_kda.model import FLAVORS, Decoder, ModelArgs
 from titan_kda.moe import Experts, MixtureOfExperts, count_tokens
-from titan_kda.parallelize import parallelize
+from titan_kda.parallelize import parallelize, parts_because
 from titan_kda.register import build_kda_optimizers
 from titan_kda.train import load_job
 
@@ -291,6 +300,202 @@ def test_no_weight_decay_on_decay_parameters_of_a_hybrid():
     assert decay_of.keys() == set(model.parameters())
     special = {p for m in model.modules() if isinstance(m, ForgetGate) for p in m.parameters()}
     assert len(special) == 4 and {p for p, decay in decay_of.items() if decay == 0} == special
+
+
+# ---- one graph a layer ----
+
+
+def products(w1, w2, w3, x, counts):
+    """The grouped products in FP32 and on any device: each row by its own expert's weights."""
+    expert = torch.searchsorted(counts.cumsum(0), torch.arange(len(x)), right=True).clamp(max=len(counts) - 1)
+    gate, up = (torch.einsum("rd,rhd->rh", x, w[expert]) for w in (w1, w3))
+    return torch.einsum("rh,rdh->rd", F.silu(gate) * up, w2[expert])
+
+
+@pytest.fixture
+def graph_safe_experts(monkeypatch):
+    """As on a GPU in bf16: rows are filled up, and no count is read by the host."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torchtitan_moe, "_run_experts_grouped_mm", products)
+    monkeypatch.setattr(Experts, "grouped", staticmethod(lambda device, dtype: True))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled_job(folder, mode, **settings):
+    """A job's configuration, checkpointing by ``mode``: "none", "op", "full" or each so many layers."""
+    activation = dict(mode=mode if mode in ("none", "full") else "selective", preserve_rng_state=False)
+    settings |= {f"activation_checkpoint.{name}": value for name, value in activation.items()}
+    if activation["mode"] == "selective":
+        settings["activation_checkpoint.selective_ac_option"] = mode
+    return load_job([f"--job.config_file={jobs.write_job(folder, settings | {'compile.enable': True})}"])
+
+
+@pytest.fixture
+def dims_of():
+    """What ``parallelize`` asks of ParallelDims, by layout: one process, or DDP or FSDP with ranks that do nothing."""
+
+    def dims(layout):
+        enabled = {f"{name}_enabled": False for name in ("tp", "ep", "pp", "fsdp", "dp_replicate")}
+        if layout == "one":
+            return SimpleNamespace(**enabled, get_optional_mesh=lambda name: None)
+        if layout == "fsdp":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group("fake", rank=0, world_size=8)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        enabled["fsdp_enabled" if layout == "fsdp" else "dp_replicate_enabled"] = True
+        meshes = dict(get_mesh=lambda names: mesh, get_optional_mesh=lambda name: None)
+        return SimpleNamespace(**enabled, **meshes, world_size=dist.get_world_size())
+
+    yield dims
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train_step(model, dims, tokens):
+    """Two batches' loss and gradients, and of each layer with experts the counts and the bias that they leave."""
+    loss = sum(F.cross_entropy(model(rows).flatten(0, 1), rows.flatten()) for rows in tokens)
+    loss.backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    experts = [layer.moe for layer in model.layers.values() if layer.moe_enabled]
+    counts = [moe.tokens_per_expert.clone() for moe in experts]
+    build_kda_optimizers([model], Optimizer(implementation="foreach"), dims).step()
+    return loss.item(), grads, counts, [moe.expert_bias for moe in experts]
+
+
+@pytest.mark.parametrize(
+    "layout, mode",
+    [("one", "none"), ("one", "op"), ("one", "2"), ("one", "full"), ("fsdp", "op"), ("fsdp", "full"), ("ddp", "op")],
+)
+def test_a_layer_with_experts_is_one_graph(tmp_path, graph_safe_experts, monkeypatch, dims_of, layout, mode):
+    """With the loss and gradients of the model that is not compiled, and a bias of counts that are right: twice what
+    they should be where torchtitan halves them, and there alone."""
+    tokens = torch.randint(0, 250, (2, 1, 25), generator=torch.Generator().manual_seed(9))
+    plain = make()
+    with monkeypatch.context() as by_expert:
+        by_expert.setattr(Experts, "grouped", staticmethod(lambda device, dtype: False))
+        loss, grads, counts, biases = train_step(plain, dims_of("one"), tokens)
+    halves = [count // 2 for count in counts]
+    assert any(((h.mean() - h).sign() != (c.mean() - c).sign()).any() for h, c in zip(halves, counts))
+    config = compiled_job(tmp_path, mode)
+    config.compile.backend = graphs = CompileCounterWithBackend("aot_eager")
+    dims = dims_of(layout)
+    model = parallelize(make(), dims, config)
+    found = train_step(model, dims, tokens)
+    assert graphs.frame_count == 3  # a KDA layer, one with experts, and MLA's with experts
+    assert found[0] == pytest.approx(loss, rel=1e-6)
+    for one, other in zip(found[1], grads, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+    for one, other in zip(found[2], counts, strict=True):
+        assert torch.equal(one, other) or (mode in ("2", "full") and torch.equal(one, 2 * other))
+    for one, other in zip(found[3], biases, strict=True):
+        assert torch.equal(one, other) and other.any()
+    assert get_model_state_dict(model).keys() == plain.state_dict().keys()
+
+
+def test_graphs_of_many_kinds_and_lengths(tmp_path, graph_safe_experts, dims_of):
+    """Three kinds of layer, trained and validated, at any length: four graphs each, and torch allows a code eight."""
+    config = compiled_job(tmp_path, "none")
+    config.compile.backend = graphs = CompileCounter()
+    model = parallelize(make(layer_pattern=["mla", "gqa"]), dims_of("one"), config)
+    for length in (24, 20, 17):
+        tokens = torch.randint(0, 250, (1, length))
+        model(tokens).mean().backward()
+        with torch.no_grad():
+            model(tokens)
+    assert graphs.frame_count == 3 * 4
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({}, None),
+        ({"ep_enabled": True}, "expert parallelism"),
+        ({"tp_enabled": True}, "tensor parallelism"),
+        ({"mode": "memory_budget"}, "memory budget"),
+        ({"precision": "float32"}, "count their tokens on the host in float32"),
+        ({"device": "cpu"}, "count their tokens on the host in bfloat16"),
+        ({"backend": "eager"}, "backend 'eager'"),
+    ],
+)
+def test_when_a_layer_with_experts_is_compiled_in_parts(monkeypatch, changed, reason):
+    dims = SimpleNamespace(**{"ep_enabled": False, "tp_enabled": False, **changed})
+    config = SimpleNamespace(
+        activation_checkpoint=SimpleNamespace(mode=changed.get("mode", "selective")),
+        training=SimpleNamespace(mixed_precision_param=changed.get("precision", "bfloat16")),
+        compile=SimpleNamespace(backend=changed.get("backend", "inductor")),
+    )
+    monkeypatch.setattr(utils, "device_type", changed.get("device", "cuda"))
+    found = parts_because(dims, config)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_expert_parallelism_compiles_in_parts(tmp_path, caplog, graph_safe_experts, monkeypatch, eight_ranks, ep):
+    monkeypatch.setattr(torchtitan_moe, "_run_experts_grouped_mm", torchtitan_moe._run_experts_grouped_mm)
+    config = compiled_job(tmp_path, "op")
+    dims = ParallelDims(dp_replicate=1, dp_shard=8, cp=1, tp=1, pp=1, ep=ep, etp=1, world_size=8)
+    with torch.device("meta"):
+        model = Decoder(ModelArgs(**{**TINY, "num_experts": 8}))
+    with caplog.at_level("INFO"), torch._dynamo.config.patch(capture_scalar_outputs=False):
+        model = parallelize(model, dims, config)
+    layer = model.layers["1"]
+    assert isinstance(layer, OptimizedModule) is (ep == 1)
+    assert isinstance(layer.moe.router, OptimizedModule) is isinstance(layer.mixer, OptimizedModule) is (ep > 1)
+    assert isinstance(model.layers["0"], OptimizedModule)  # dense
+    said = "experts in parts: expert parallelism" if ep > 1 else "experts in the same graph"
+    assert said in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode, packed", [("none", False), ("op", False), ("op", True), ("full", False)])
+def test_one_graph_on_a_gpu(tmp_path, dims_of, mode, packed):
+    """bf16's grouped products in the graph: the gradients of the model that is not compiled, where all tokens go to the
+    same experts, and about as many to each where scores decide; no step waits for the device."""
+    torch._dynamo.reset()
+    tokens = torch.randint(0, 250, (2, 256), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def built():
+        model = Decoder(replace(FLAVORS["kimi_linear_debug"]))
+        model.init_weights(seed=0)
+        return model.cuda()
+
+    def experts_of(model):
+        return [layer.moe for layer in model.layers.values() if layer.moe_enabled]
+
+    def step(model, bias):
+        for moe in experts_of(model):
+            moe.expert_bias.copy_(bias)
+            moe.tokens_per_expert.zero_()
+        model.zero_grad()
+        masks = model.get_attention_masks(tokens, ByteTokenizer()) if packed else None
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens, masks)
+        F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
+        counts = torch.stack([moe.tokens_per_expert for moe in experts_of(model)])
+        return [p.grad for p in model.parameters()], counts / (2 if mode == "full" and model is compiled else 1)
+
+    config = compiled_job(tmp_path, mode, **{"training.mixed_precision_param": "bfloat16"})
+    compiled = None
+    plain, compiled = built(), parallelize(built(), dims_of("one"), config)
+    torch._dynamo.utils.counters.clear()
+    chosen = 2.0 * torch.arange(8, device="cuda")
+    wanted, _ = step(plain, chosen)
+    found, counts = step(compiled, chosen)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert counts.tolist() == [[0] * 6 + [512] * 2] * 3
+    for (name, _), one, other in zip(plain.named_parameters(), found, wanted, strict=True):
+        assert (one - other).norm() <= 0.1 * other.norm(), name
+    free = torch.zeros_like(chosen)
+    (_, wanted), (_, found) = step(plain, free), step(compiled, free)
+    assert found.sum(1).tolist() == [1024] * 3 and (found - wanted).abs().sum() <= 0.05 * wanted.sum()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(compiled, free)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- layouts ----

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -40,8 +41,10 @@ from torchtitan.tools.logging import logger
 from .attention import KimiDeltaAttention
 from .full_attention import GroupedQueryAttention, LatentAttention
 from .model import Block, Decoder, TiedHead, unwrapped
+from .moe import Experts
 
-# What selective activation checkpointing keeps: products of matrices, the cores, and what a collective brought.
+# What selective activation checkpointing keeps: products of matrices, the cores, what a collective brought, and which
+# experts a token goes to and in what order. Computed again by other kernels of a graph, close scores may change places.
 _SAVED_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.titan_kda.chunk_kda.default,
@@ -53,6 +56,8 @@ _SAVED_OPERATORS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops.aten.max.default,
+    torch.ops.aten.topk.default,
+    torch.ops.aten.sort.stable,
 }
 
 
@@ -98,15 +103,13 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
             op_sac_save_list=_SAVED_OPERATORS,
             base_folder=job_config.job.dump_folder,
         )
-    if compiled and experts:
-        # An expert's tokens are not known to a graph: torchtitan compiles such a layer's parts around the dispatch.
+    against = parts_because(parallel_dims, job_config) if experts else None
+    if compiled and against is not None:
         apply_compile(decoder, job_config.compile, parallel_dims.ep_enabled)
-        logger.info("Compiling each layer with torch.compile, a mixture of experts in parts")
+        logger.info(f"Compiling each layer with torch.compile, a mixture of experts in parts: {against}")
     elif compiled:
-        for name, layer in decoder.layers.named_children():
-            block = torch.compile(layer, backend=job_config.compile.backend, fullgraph=True)
-            decoder.layers.register_module(name, cast(nn.Module, block))
-        logger.info("Compiling each layer with torch.compile")
+        compile_layers(decoder, job_config)
+        logger.info(f"Compiling each layer with torch.compile{', experts in the same graph' if experts else ''}")
     if job_config.compile.enable and parallel_dims.tp_enabled:
         # Its key leaves out process groups' names, which a graph with collectives holds: a rank of one TP group, or a
         # later run, would take a graph that speaks to another group (torch 2.13).
@@ -125,6 +128,55 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
         cast(Any, decoder).register_comm_hook(mesh.get_group(), _sum_gradients)
         logger.info("Applied DDP to the model")
     return decoder
+
+
+def parts_because(parallel_dims: ParallelDims, job_config: Any) -> str | None:
+    """What stands against a layer with experts as one graph, so that torchtitan's way compiles its parts around the
+    dispatch; None: nothing does."""
+    if parallel_dims.ep_enabled:
+        return "expert parallelism reads on the host how many tokens it sends"
+    if parallel_dims.tp_enabled:
+        return "tensor parallelism spreads experts by hooks between them"
+    if job_config.activation_checkpoint.mode == "memory_budget":
+        # Beside rows that it keeps in the experts' order, it may choose the experts again, and others where scores are
+        # close.
+        return "a memory budget does not say what is computed again"
+    if job_config.compile.backend == "eager":
+        return "the backend 'eager' checkpoints a graph's inputs, and the experts' counts, which change, are among them"
+    # FSDP's type or autocast's: one of them brings it to the experts, whatever type the weights are kept in.
+    precision = job_config.training.mixed_precision_param
+    if not Experts.grouped(torch.device(utils.device_type), TORCH_DTYPE_MAP[precision]):
+        return f"experts count their tokens on the host in {precision} on this device"
+    return None
+
+
+_GRAPHS_A_KIND = 8
+"""torch.compile's own limit: here for each kind of layer, since all layers are one code to it."""
+
+
+def compile_layers(decoder: Decoder, job_config: Any) -> None:
+    """Each layer as one graph, its activation checkpointing with it.
+
+    A layer with experts that is checkpointed as a whole is compiled inside of the checkpoint. Both passes then run the
+    same kernels and choose the same experts; as part of a graph the second one is other kernels, whose rounding sends a
+    token elsewhere where two scores are close. By operators, the choice is kept.
+    """
+    checkpointing = job_config.activation_checkpoint
+    by_operator = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    blocks = [cast(Block, layer) for layer in decoder.layers.values()]
+    kinds = {(type(block.mixer), block.moe_enabled) for block in blocks}
+    limit = _GRAPHS_A_KIND * len(kinds)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    options: dict[str, Any] = dict(backend=job_config.compile.backend, fullgraph=True)
+    for name, layer in decoder.layers.named_children():
+        if isinstance(layer, CheckpointWrapper) and cast(Block, layer).moe_enabled:
+            if not by_operator:
+                # In place: a wrapper's name inside of another would end up in checkpoints.
+                layer._checkpoint_wrapped_module.compile(**options)
+                continue
+            # torchtitan halves the experts' counts of a layer that says it is checkpointed; a graph counts but once.
+            cast(Any, layer).checkpoint_impl = None
+        decoder.layers.register_module(name, cast(nn.Module, torch.compile(layer, **options)))
 
 
 # DDP checks the annotations, so they are objects here and not strings.
