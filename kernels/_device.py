@@ -23,7 +23,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def locate_span(slot, cu_seqlens_ptr, T, N, SPAN: tl.constexpr, PACKED: tl.constexpr):
+def locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED: tl.constexpr):
     """The span of a slot: (sequence, batch row, sequence's first token, sequence's length, span's first token in the
     sequence). A slot left over starts at or past the length. Offsets that break the rules never lead outside [0, T).
     """

@@ -33,8 +33,8 @@ from ._operator import (
 from .configs import RecurrentConfig, recurrent_conv_step_config
 from .gate import gate_log2_decay, gate_slope
 from .recurrent import L2NORM_EPS, advance, block_k, check_step, l2_normalised, recurrent_kda_step_reference
-from .short_conv import check_taps, load_taps
-from .short_conv_step import advance_window, convolution_step_reference, filter_window, load_window
+from .short_conv import check_taps
+from .short_conv_step import advance_window, convolution_step_reference, filter_window, load_taps, load_window
 
 # ---- Triton kernel ----
 

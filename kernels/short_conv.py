@@ -9,11 +9,13 @@ The forward's spans are short: all rows and the W - 1 before them are asked for 
 hide each other's waiting. x is read once (W - 1 rows of 16 twice, the second time from the cache) and the output
 written once, 4 bytes an element in bf16.
 
-The backward walks long spans by whole groups of ROWS rows, which need no masks, loaded a group ahead of their use; the
-rows that a sequence's end leaves over come one by one. At row t it recomputes y's preactivation, turns the output's
-gradient into the preactivation's, dy[t], and with the last W of those finishes the row u = t - (W - 1): dx[u] = sum_j
-weight[W - 1 - j] dy[u + j]. So a span reads W - 1 rows past its end too; x, the gradient and dx are 6 bytes an element.
-A program sums the weight's gradient over its spans; a second, small kernel adds the programs' sums in a fixed order.
+The backward walks long pieces by whole groups of ROWS rows, which need no masks, on their way through shared memory
+two groups ahead of their use; the rows that a sequence's end leaves over come one by one. At row t it recomputes y's
+preactivation, turns the output's gradient into the preactivation's, dy[t], and with the last W of those finishes the
+row u = t - (W - 1): dx[u] = sum_j weight[W - 1 - j] dy[u + j]. So a piece needs W - 1 rows past its end too, asked for
+before its first; x, the gradient and dx are 6 bytes an element. Its pieces are of equal length, and as many as the GPU
+runs at once: whole turns decide the time. A program sums the weight's gradient over its pieces; a second, small kernel
+adds the programs' sums in a fixed order.
 """
 
 # ruff: noqa: RUF005 (Triton has no starred tuples)
@@ -23,7 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import Launch, cdiv, load_rows, locate_span, logistic, mask_if, on_device, power_of_2, span_slots
+from ._device import (
+    Launch,
+    cdiv,
+    dependent_launch,
+    load_rows,
+    locate_span,
+    logistic,
+    mask_if,
+    on_device,
+    span_slots,
+    wait_for_earlier_launches,
+)
 from ._operator import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -50,24 +63,14 @@ MAX_TAPS = 8  # the loops over taps are unrolled: twice as many take minutes to 
 # ---- Triton kernels ----
 
 _LOG2_E = tl.constexpr(LOG2_E)
+_STAGES = tl.constexpr(3)  # of the backward's pipeline; four, with more on their way, are slower
 
 
 @triton.jit
-def load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr):
-    """The weight as W blocks of channels in FP32; read as one tile, since a channel's taps lie side by side."""
-    columns = tl.arange(0, W_PAD)
-    ptrs = weight_ptr + channels[:, None] * W + columns[None, :]
-    tile = tl.load(ptrs, mask=in_channels[:, None] & (columns < W)[None, :], other=0.0).to(tl.float32)
-    taps = ()
-    for w in tl.static_range(W):
-        taps = taps + (tl.sum(tl.where(columns[None, :] == w, tile, 0.0), axis=1),)
-    return taps
-
-
-@triton.jit
-def _load_own_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr, WORDS: tl.constexpr):
-    """The same. WORDS: four taps of 16 bits, at a multiple of 8 bytes, are one word, so that each thread reads just its
-    own channels': no exchange, and no barrier for the rows' loads to wait behind."""
+def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, WORDS: tl.constexpr):
+    """The weight as W blocks of channels in FP32. Each thread reads just its own channels': no exchange, no barrier for
+    the rows' loads to wait behind, and no other layout for what meets the taps. WORDS: four taps of 16 bits, at a
+    multiple of 8 bytes, are one word."""
     if WORDS:
         words = tl.load(weight_ptr.to(tl.pointer_type(tl.int64)) + channels, mask=in_channels, other=0)
         taps = ()
@@ -76,7 +79,10 @@ def _load_own_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl
             taps = taps + (tap.to(tl.float32),)
         return taps
     else:
-        return load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+        taps = ()
+        for w in tl.static_range(W):
+            taps = taps + (tl.load(weight_ptr + channels * W + w, mask=in_channels, other=0.0).to(tl.float32),)
+        return taps
 
 
 @triton.jit
@@ -166,7 +172,6 @@ def _causal_conv1d_kernel(
     N,
     C: tl.constexpr,
     W: tl.constexpr,
-    W_PAD: tl.constexpr,
     SPAN: tl.constexpr,
     ROWS: tl.constexpr,  # at a sequence's ends
     BLOCK: tl.constexpr,
@@ -195,7 +200,7 @@ def _causal_conv1d_kernel(
     x_ptrs = sequence_ptrs + start * x_stride
     output_ptrs = output_ptr + (batch * T + begin + start) * C + channels
     if (rows == SPAN) & (position >= W - 1):  # all rows at once, those before the span among them
-        taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
+        taps = _load_taps(weight_ptr, channels, in_channels, W, WORDS)
         loaded = _load_group(x_ptrs - (W - 1) * x_stride, x_stride, in_channels, SPAN + (W - 1), EVEN)
         run = ()
         for r in tl.static_range(SPAN + W - 1):
@@ -204,7 +209,7 @@ def _causal_conv1d_kernel(
             y = _activated(_filtered(taps, run, r, W), SILU)
             _store_row(output_ptrs + r * C, y.to(output_ptr.dtype.element_ty), in_channels, EVEN)
     else:  # a sequence's ends
-        taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
+        taps = _load_taps(weight_ptr, channels, in_channels, W, WORDS)
         window = ()
         for w in tl.static_range(W - 1):
             p = position - (W - 1) + w
@@ -230,6 +235,23 @@ def _causal_conv1d_kernel(
                 p = length - (W - 1) + w
                 row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
                 tl.store(final_ptrs + w * C, row, mask=in_channels)
+
+
+@triton.jit
+def _locate_piece(slot, cu_seqlens_ptr, T, N, span, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """As locate_span, and the piece's rows. A sequence is shared out as evenly as whole groups of ROWS rows allow, into
+    as many pieces as it has spans."""
+    sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, span, PACKED)
+    pieces = tl.maximum(tl.cdiv(length, span), 1)
+    index = position // span
+    groups = tl.cdiv(length, ROWS)
+    least = groups // pieces
+    longer = groups - least * pieces  # so many pieces have a group more
+    first = (index * least + tl.minimum(index, longer)) * ROWS
+    rows = tl.minimum((least + (index < longer).to(tl.int32)) * ROWS, length - first)
+    in_sequence = index < pieces
+    position = tl.where(in_sequence, first, position)
+    return sequence, batch, begin, length, position, tl.where(in_sequence, rows, 0)
 
 
 @triton.jit
@@ -262,7 +284,7 @@ def _finish_row(
         tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, u < 0))
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "workers"])
+@triton.jit(do_not_specialize=["T", "N", "slots", "workers", "span"])
 def _causal_conv1d_backward_kernel(
     grad_ptr,  # [B, T, C]
     dfinal_ptr,  # [N, W - 1, C]
@@ -289,11 +311,10 @@ def _causal_conv1d_backward_kernel(
     N,
     slots,
     workers,
+    span,
     C: tl.constexpr,
     W: tl.constexpr,
-    W_PAD: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,  # divides SPAN
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
@@ -302,7 +323,10 @@ def _causal_conv1d_backward_kernel(
     WORDS: tl.constexpr,
     X_ROW_MAJOR: tl.constexpr,  # x's rows are C apart
     GRAD_ROW_MAJOR: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # so is the launch of the sum over programs
 ):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
     EVEN: tl.constexpr = C % BLOCK == 0
@@ -316,7 +340,7 @@ def _causal_conv1d_backward_kernel(
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
     for slot in range(worker, slots, workers):
-        sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED)
+        sequence, batch, begin, length, position, rows = _locate_piece(slot, cu_seqlens_ptr, T, N, span, ROWS, PACKED)
         start = position.to(tl.int64)
         sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
         x_ptrs = sequence_ptrs + start * x_stride
@@ -331,11 +355,7 @@ def _causal_conv1d_backward_kernel(
         if HAS_FINAL:
             dfinal_ptrs += sequence * dfinal_stride_n + wide_channels * dfinal_stride_c
 
-        left = tl.maximum(length - position, 0)  # of the sequence, from the span's first row on
-        rows = tl.minimum(left, SPAN)
         whole = rows // ROWS * ROWS
-        x_ahead = load_rows(x_ptrs, x_stride, 0 * start, 0, whole, in_channels, ROWS)
-        grad_ahead = load_rows(grad_ptrs, grad_stride, 0 * start, 0, whole, in_channels, ROWS)
         window = ()  # x at the W - 1 rows before
         pulls = ()  # the preactivation's gradient there; before the span it is not needed
         for w in tl.static_range(W - 1):
@@ -343,19 +363,19 @@ def _causal_conv1d_backward_kernel(
             row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
             window = window + (row.to(tl.float32),)
             pulls = pulls + (tl.zeros([BLOCK], tl.float32),)
-        taps = _load_own_taps(weight_ptr, channels, in_channels, W, W_PAD, WORDS)
+        # The W - 1 rows after the piece, which finish its last ones: asked for now, as nobody waits for them.
+        left = length - position
+        xs_after = load_rows(x_ptrs, x_stride, 0 * start, rows, left, in_channels, W - 1)
+        grads_after = load_rows(grad_ptrs, grad_stride, 0 * start, rows, left, in_channels, W - 1)
+        taps = _load_taps(weight_ptr, channels, in_channels, W, WORDS)
 
-        for base in range(0, whole, ROWS):
-            xs = x_ahead
-            grads = grad_ahead
-            # After a span's last group come the rows that finish its last ones. After a sequence's there are none: its
-            # last ROWS rows are read once more.
-            following = tl.minimum(base + ROWS, left - ROWS).to(tl.int64)
-            x_ahead = _load_group(x_ptrs + following * x_stride, x_stride, in_channels, ROWS, EVEN)
-            grad_ahead = _load_group(grad_ptrs + following * grad_stride, grad_stride, in_channels, ROWS, EVEN)
+        for base in tl.range(0, whole, ROWS, num_stages=_STAGES):
+            group = tl.cast(base, tl.int64)
+            xs = _load_group(x_ptrs + group * x_stride, x_stride, in_channels, ROWS, EVEN)
+            grads = _load_group(grad_ptrs + group * grad_stride, grad_stride, in_channels, ROWS, EVEN)
             run = window
             pull_run = pulls
-            first = tl.cast(base, tl.int64) - (W - 1)  # of the rows that this turn finishes
+            first = group - (W - 1)  # of the rows that this turn finishes
             group_ptrs = dx_ptrs + first * C
             for r in tl.static_range(ROWS):
                 run = run + (xs[r].to(tl.float32),)
@@ -366,7 +386,7 @@ def _causal_conv1d_backward_kernel(
                     new_sums = new_sums + (tl.fma(dy, run[r + w], sums[w]),)
                 sums = new_sums
                 dx = _pulled(taps, pull_run, r, W).to(dx_ptr.dtype.element_ty)
-                if r < W - 1:  # perhaps a row before the span: another's, or the initial state's
+                if r < W - 1:  # perhaps a row before the piece: another's, or the initial state's
                     tl.store(group_ptrs + r * C, dx, mask=mask_if(in_channels, first + r >= 0))
                     if HAS_INITIAL:
                         u = start + first + r
@@ -412,22 +432,13 @@ def _causal_conv1d_backward_kernel(
                 window = window + (run[1 + w],)
                 pulls = pulls + (pull_run[1 + w],)
 
-        # The last W - 1 rows of the span, or of an empty sequence's initial state, wait for the rows after it.
-        here = (whole > 0) & (whole == rows) & (left >= rows + ROWS)  # the loop's last turn has loaded them
+        # The last W - 1 rows of the piece, or of an empty sequence's initial state, wait for the rows after it.
         run = window
         pull_run = pulls
         for r in tl.static_range(W - 1):
-            t = (rows + r).to(tl.int64)
-            there = rows + r < left
-            if r < ROWS:
-                there = there & (here == 0)
-            x = tl.load(x_ptrs + t * x_stride, mask=mask_if(in_channels, there), other=0.0)
-            grad = tl.load(grad_ptrs + t * grad_stride, mask=mask_if(in_channels, there), other=0.0)
-            if r < ROWS:
-                x = tl.where(here, x_ahead[r], x)
-                grad = tl.where(here, grad_ahead[r], grad)
-            run = run + (x.to(tl.float32),)
-            pull_run = pull_run + (_preactivation_grad(grad.to(tl.float32), _filtered(taps, run, r, W), SILU),)
+            run = run + (xs_after[r].to(tl.float32),)
+            dy = _preactivation_grad(grads_after[r].to(tl.float32), _filtered(taps, run, r, W), SILU)
+            pull_run = pull_run + (dy,)
             _finish_row(
                 _pulled(taps, pull_run, r, W),
                 rows + (r - (W - 1)),
@@ -459,7 +470,9 @@ def _weight_grad_kernel(
     W: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier_launches(DEPENDENT)
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_columns = columns < W * C
@@ -474,12 +487,13 @@ def _weight_grad_kernel(
 
 # ---- launchers ----
 
-# Four channels a thread: 8-byte accesses in bf16. The backward's span is the longest; smaller work takes shorter ones.
-# With T 8192 and 4,096 channels its 512 programs are resident at once, four to an SM at 128 registers; the forward's
-# 4,096 take six turns.
+# The forward takes four channels a thread, 8-byte accesses in bf16; with T 8192 and 4,096 channels its 4,096 programs
+# take six turns. The backward takes eight where their registers hold them.
 _FORWARD = Launch(rows=4, warps=4, per_thread=4, span=16, registers=80)
-_BACKWARD = Launch(rows=4, warps=4, per_thread=4, span=128, registers=128)
-_MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
+_BACKWARD = Launch(rows=4, warps=2, per_thread=8, span=128)
+_BACKWARD_WIDE = Launch(rows=4, warps=4, per_thread=4, span=128)  # FP32, or many taps
+_PROGRAMS = 528  # of the backward, at once: four to each of an H200's multiprocessors
+_MAX_WORKERS = 1024  # bounds the partial sums. Both are fixed, whatever the device, so that sums have one order
 
 
 def check_taps(op, weight) -> None:
@@ -525,7 +539,6 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             sequences,
             C=channels,
             W=width,
-            W_PAD=power_of_2(width),
             SPAN=span,
             ROWS=launch.rows,
             BLOCK=block,
@@ -541,8 +554,18 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     return output, final_state
 
 
+def _piece(most, batch, tokens, sequences, blocks, packed) -> int:
+    """Tokens to a piece of the backward: at most about ``most``, in as many pieces as fill whole turns of _PROGRAMS."""
+    turns = cdiv(batch * tokens * blocks, _PROGRAMS * most)
+    slots = max(turns * _PROGRAMS // blocks, 1)
+    if not packed:
+        return max(cdiv(tokens, max(slots // batch, 1)), 16)
+    spare = slots - sequences  # that many slots may serve no tokens (span_slots)
+    return max(tokens // (spare + 1) + 1, 16) if spare > 0 else most
+
+
 def _backward_triton(
-    grad, grad_final_state, x, weight, activation, cu_seqlens, initial_state, output_final_state, launch=_BACKWARD
+    grad, grad_final_state, x, weight, activation, cu_seqlens, initial_state, output_final_state, launch=None
 ):
     batch, tokens, channels = x.shape
     width = weight.shape[1]
@@ -553,14 +576,17 @@ def _backward_triton(
     sequences = sequence_count(batch, cu_seqlens)
     if tokens == 0 and initial_state is not None:
         dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
+    if launch is None:
+        launch = _BACKWARD if _small(x, width) else _BACKWARD_WIDE
     block, blocks, warps = launch.over(channels, width)
-    span = launch.span_over(batch * tokens, blocks, 16)
+    span = _piece(launch.span, batch, tokens, sequences, blocks, packed)
     slots = span_slots(tokens, sequences, span, packed)
     if x.numel() == 0 or slots == 0:
         return dx, dweight.zero_(), dinitial
     workers = min(slots, _MAX_WORKERS)
     sums = torch.empty(workers, width, channels, dtype=torch.float32, device=x.device)
     weight = weight.contiguous()
+    dependent = dependent_launch(x, True)
     with on_device(x):
         _causal_conv1d_backward_kernel[(workers * blocks,)](
             grad,
@@ -580,10 +606,9 @@ def _backward_triton(
             sequences,
             slots,
             workers,
+            span,
             C=channels,
             W=width,
-            W_PAD=power_of_2(width),
-            SPAN=span,
             ROWS=launch.rows,
             BLOCK=block,
             SILU=activation == "silu",
@@ -593,12 +618,13 @@ def _backward_triton(
             WORDS=_in_words(weight),
             X_ROW_MAJOR=x.stride(1) == channels,
             GRAD_ROW_MAJOR=grad.stride(1) == channels,
+            DEPENDENT=dependent["DEPENDENT"],
             num_warps=warps,
             maxnreg=launch.registers if _small(x, width) else None,
         )
         columns = width * channels
         _weight_grad_kernel[(cdiv(columns, 32),)](
-            sums, dweight, workers, C=channels, W=width, ROWS=128, BLOCK=32, num_warps=4
+            sums, dweight, workers, C=channels, W=width, ROWS=128, BLOCK=32, num_warps=4, **dependent
         )
     return dx, dweight, dinitial
 

@@ -27,11 +27,23 @@ from ._operator import (
     without_autocast,
 )
 from .reference import naive_causal_conv1d_step
-from .short_conv import check_convolution, check_taps, load_taps
+from .short_conv import check_convolution, check_taps
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
 # ---- Triton kernel ----
+
+
+@triton.jit
+def load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, W_PAD: tl.constexpr):
+    """The weight as W blocks of channels in FP32; read as one tile, since a channel's taps lie side by side."""
+    columns = tl.arange(0, W_PAD)
+    ptrs = weight_ptr + channels[:, None] * W + columns[None, :]
+    tile = tl.load(ptrs, mask=in_channels[:, None] & (columns < W)[None, :], other=0.0).to(tl.float32)
+    taps = ()
+    for w in tl.static_range(W):
+        taps = taps + (tl.sum(tl.where(columns[None, :] == w, tile, 0.0), axis=1),)
+    return taps
 
 
 @triton.jit
