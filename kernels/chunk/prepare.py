@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
     u: Tensor  # [B, T, H, BV]
     a_qk: Tensor  # [B, T, H, 64], not scaled
     a_inv: Tensor | None  # [B, T, H, 64]
-    q_scale: Tensor | None  # [H, B * T], FP32: a chunk reads it along its rows
+    q_scale: Tensor | None  # 1 / sqrt(K (|q|^2 + 1e-6)), FP32: [H, B * T] flat, so that a chunk's lie side by side
 
 
 @triton.jit
@@ -196,7 +196,8 @@ def prepare(
         u=table(width_v),
         a_qk=table(CHUNK),
         a_inv=table(CHUNK) if save_inverse else None,
-        q_scale=torch.empty(heads, batch * tokens, dtype=torch.float32, device=q.device) if fuse_q_l2norm else None,
+        # Two chunks longer than it is filled: the scan reads whole chunks, and one ahead.
+        q_scale=cumulative_gate.new_empty(heads * batch * tokens + 2 * CHUNK) if fuse_q_l2norm else None,
     )
     packed = cu_seqlens is not None
     sequences = cu_seqlens.shape[0] - 1 if packed else batch

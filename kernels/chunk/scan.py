@@ -74,8 +74,7 @@ def scan_sequence(
         state = tl.load(initial_state + state_offset, mask=in_state, other=0.0)
     length = (end - begin).to(tl.int32)
     if Q_NORM:
-        line = tl.arange(0, 64)
-        norms = tl.load(q_scale + line, mask=line < length, other=0.0)
+        scales = tl.load(q_scale + tl.arange(0, 64))
     # num_stages on the loop, not on the launch: only then is the load of G_last, which feeds no product, prefetched
     # too.
     for chunk in tl.range(0, tl.cdiv(length, 64), num_stages=STAGES):
@@ -83,13 +82,13 @@ def scan_sequence(
         rounded = state.to(OPERAND)
         row_scale = scale
         if Q_NORM:
-            row_scale = scale * norms[:, None]
+            row_scale = scales[:, None]
         w_tile = load_rows(w, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
         u_tile = load_rows(u, row, rows, value, WIDTH_V, H * WIDTH_V, False)
         written = finite(u_tile.to(tl.float32) - matmul(w_tile, rounded, PRECISION), OPERAND)
         if Q_NORM:  # the next chunk's, a chunk ahead: in the pipeline with the tiles they cost more
             q_scale += 64
-            norms = tl.load(q_scale + line, mask=line < rows - 64, other=0.0)
+            scales = tl.load(q_scale + tl.arange(0, 64))
         if SNAPSHOTS:
             tl.store(h + chunk * tl.cast(H * WIDTH_K * WIDTH_V, tl.int64), rounded)
             tl.store(v_new + row * (H * WIDTH_V) + value, written, mask=row < rows)

@@ -28,6 +28,14 @@ import triton.language as tl
 from .._device import held
 from .tiles import finite_scores, load_clamped, opaque, stack, store_rows
 
+
+@triton.jit
+def sum_eights(tile):
+    """Along the rows by eight columns, what one thread has loaded at once: the threads' sums meet when the last step's
+    are in."""
+    return tl.sum(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 8, 8)), axis=2)
+
+
 # ---- any gate ----
 
 
@@ -46,7 +54,7 @@ def score_levels(
     q_scores = tl.zeros((32, 32), tl.float32)
     k_scores = tl.zeros((32, 32), tl.float32)
     dot_qk = tl.zeros((32,), tl.float32)
-    square = tl.zeros((32,), tl.float32)
+    square = tl.zeros((32, BK // 8), tl.float32)
     for step in range(0, WIDTH_K // BK):
         column = step * BK + tl.arange(0, BK)[None, :]
         q_tile = load_clamped(q, row, rows, column, K, stride, MASKED).to(tl.float32)
@@ -65,7 +73,7 @@ def score_levels(
         store_rows(k_decayed, k_decay, row, rows, stride_k, column)
         dot_qk += tl.sum(q_tile * k_tile, axis=1)
         if Q_NORM:
-            square += tl.sum(q_tile * q_tile, axis=1)
+            square += sum_eights(q_tile * q_tile)
         g_anchor = load_clamped(gate, FIRST + (i & -2) + 1, rows, column, K, stride, MASKED)
         for level in range(0, 5):
             factor = tl.exp2(-tl.abs(g - g_anchor))
@@ -83,7 +91,7 @@ def score_levels(
     store_rows(lower, finite_scores(k_scores, lower.dtype.element_ty), row, rows, stride_l, FIRST + j)
     if Q_NORM:
         line = FIRST + tl.arange(0, 32)
-        tl.store(q_scale + line, tl.rsqrt(square + 1e-6), mask=line < rows)
+        tl.store(q_scale + line, tl.rsqrt((tl.sum(square, axis=1) + 1e-6) * K), mask=line < rows)
 
 
 @triton.jit
@@ -138,7 +146,7 @@ def score_block(
     left = opaque(stack(q_row.to(OPERAND), k_row.to(OPERAND)))
     scores = tl.dot(left, tl.trans(opaque(k_column.to(OPERAND))), scores, input_precision=PRECISION)
     if Q_NORM:
-        square += tl.sum(q_tile * q_tile, axis=1)
+        square += sum_eights(q_tile * q_tile)
     from_start = tl.exp2(g_first - half_range)
     store_rows(q_decayed, q_row * from_start, row, rows, stride_k, column)
     store_rows(k_gated, k_row * from_start, row, rows, stride_k, column)
@@ -176,9 +184,12 @@ def store_scores(
 
 
 @triton.jit
-def store_scale(q_scale, square, rows, FIRST: tl.constexpr):
-    line = FIRST + tl.arange(0, 16)
-    tl.store(q_scale + line, tl.rsqrt(square + 1e-6), mask=line < rows)
+def store_scales(q_scale, n0, n1, n2, n3, rows, K):
+    """Of the four blocks in one store: each would take barriers of its own."""
+    squares = tl.join(tl.join(tl.sum(n0, axis=1), tl.sum(n1, axis=1)), tl.join(tl.sum(n2, axis=1), tl.sum(n3, axis=1)))
+    two = tl.arange(0, 2)
+    line = tl.arange(0, 16)[:, None, None] + 16 * two[None, :, None] + 32 * two[None, None, :]
+    tl.store(q_scale + line, tl.rsqrt((squares + 1e-6) * K), mask=line < rows)
 
 
 @triton.jit
@@ -190,7 +201,7 @@ def score_blocks(
 ):  # fmt: skip
     zero = tl.zeros((32, 16), tl.float32)  # blocks of rows 0 to 3, of columns 0 to 3
     s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = zero, zero, zero, zero, zero, zero, zero, zero, zero, zero
-    none = tl.zeros((16,), tl.float32)
+    none = tl.zeros((16, BK // 8), tl.float32)
     n0, n1, n2, n3 = none, none, none, none
     for step in tl.range(0, WIDTH_K // BK, num_stages=STAGES):
         s00, n0, left, k0, _ = score_block(
@@ -235,7 +246,4 @@ def score_blocks(
     store_rows(a_qk, above, i, rows, stride_a, 16 + j)
     store_rows(a_qk, above, 32 + i, rows, stride_a, 48 + j)
     if Q_NORM:
-        store_scale(q_scale, n0, rows, 0)
-        store_scale(q_scale, n1, rows, 16)
-        store_scale(q_scale, n2, rows, 32)
-        store_scale(q_scale, n3, rows, 48)
+        store_scales(q_scale, n0, n1, n2, n3, rows, K)
