@@ -238,20 +238,29 @@ def _causal_conv1d_kernel(
 
 
 @triton.jit
-def _locate_piece(slot, cu_seqlens_ptr, T, N, span, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """As locate_span, and the piece's rows. A sequence is shared out as evenly as whole groups of ROWS rows allow, into
-    as many pieces as it has spans."""
-    sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, span, PACKED)
-    pieces = tl.maximum(tl.cdiv(length, span), 1)
-    index = position // span
+def _locate_piece(slot, cu_seqlens_ptr, T, N, span, pieces, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """As locate_span, and the piece's rows. A sequence is shared out as evenly as whole groups of ROWS rows allow: into
+    ``pieces`` if all sequences are alike, else into as many as it has spans."""
+    if PACKED:
+        sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, span, PACKED)
+        index = position // span
+        pieces = tl.maximum(tl.cdiv(length, span), 1)
+    else:
+        sequence = (slot // pieces).to(tl.int64)
+        batch = sequence
+        begin = 0 * sequence
+        length = T
+        index = slot % pieces
+        position = 0
     groups = tl.cdiv(length, ROWS)
     least = groups // pieces
     longer = groups - least * pieces  # so many pieces have a group more
     first = (index * least + tl.minimum(index, longer)) * ROWS
     rows = tl.minimum((least + (index < longer).to(tl.int32)) * ROWS, length - first)
-    in_sequence = index < pieces
-    position = tl.where(in_sequence, first, position)
-    return sequence, batch, begin, length, position, tl.where(in_sequence, rows, 0)
+    if PACKED:  # a slot left over stays where it is, past the end
+        first = tl.where(index < pieces, first, position)
+        rows = tl.where(index < pieces, rows, 0)
+    return sequence, batch, begin, length, first, rows
 
 
 @triton.jit
@@ -284,7 +293,7 @@ def _finish_row(
         tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, u < 0))
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "workers", "span"])
+@triton.jit(do_not_specialize=["T", "N", "slots", "workers", "span", "pieces"])
 def _causal_conv1d_backward_kernel(
     grad_ptr,  # [B, T, C]
     dfinal_ptr,  # [N, W - 1, C]
@@ -312,6 +321,7 @@ def _causal_conv1d_backward_kernel(
     slots,
     workers,
     span,
+    pieces,
     C: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
@@ -340,7 +350,9 @@ def _causal_conv1d_backward_kernel(
     for _ in tl.static_range(W):
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
     for slot in range(worker, slots, workers):
-        sequence, batch, begin, length, position, rows = _locate_piece(slot, cu_seqlens_ptr, T, N, span, ROWS, PACKED)
+        sequence, batch, begin, length, position, rows = _locate_piece(
+            slot, cu_seqlens_ptr, T, N, span, pieces, ROWS, PACKED
+        )
         start = position.to(tl.int64)
         sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
         x_ptrs = sequence_ptrs + start * x_stride
@@ -607,6 +619,7 @@ def _backward_triton(
             slots,
             workers,
             span,
+            cdiv(tokens, span),
             C=channels,
             W=width,
             ROWS=launch.rows,
