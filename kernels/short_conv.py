@@ -566,14 +566,16 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     return output, final_state
 
 
-def _piece(most, batch, tokens, sequences, blocks, packed) -> int:
-    """Tokens to a piece of the backward: at most about ``most``, in as many pieces as fill whole turns of _PROGRAMS."""
-    turns = cdiv(batch * tokens * blocks, _PROGRAMS * most)
-    slots = max(turns * _PROGRAMS // blocks, 1)
-    if not packed:
-        return max(cdiv(tokens, max(slots // batch, 1)), 16)
-    spare = slots - sequences  # that many slots may serve no tokens (span_slots)
-    return max(tokens // (spare + 1) + 1, 16) if spare > 0 else most
+def _piece(span, batch, tokens, sequences, blocks, packed) -> int:
+    """Tokens to a piece of the backward: about ``span``, in as many pieces as fill whole turns of _PROGRAMS. At least
+    16: a piece that does not begin its sequence has the W - 1 rows before it."""
+    turns = cdiv(batch * tokens * blocks, _PROGRAMS * span)
+    slots = turns * _PROGRAMS // blocks
+    if packed:  # each sequence may leave a slot without tokens (span_slots)
+        piece = tokens // max(slots - sequences + 1, 1) + 1
+    else:
+        piece = cdiv(tokens, max(slots // batch, 1))
+    return max(piece if piece <= span * 5 // 4 else span, 16)
 
 
 def _backward_triton(
@@ -588,13 +590,13 @@ def _backward_triton(
     sequences = sequence_count(batch, cu_seqlens)
     if tokens == 0 and initial_state is not None:
         dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
+    if x.numel() == 0 or sequences == 0:
+        return dx, dweight.zero_(), dinitial
     if launch is None:
         launch = _BACKWARD if _small(x, width) else _BACKWARD_WIDE
     block, blocks, warps = launch.over(channels, width)
     span = _piece(launch.span, batch, tokens, sequences, blocks, packed)
     slots = span_slots(tokens, sequences, span, packed)
-    if x.numel() == 0 or slots == 0:
-        return dx, dweight.zero_(), dinitial
     workers = min(slots, _MAX_WORKERS)
     sums = torch.empty(workers, width, channels, dtype=torch.float32, device=x.device)
     weight = weight.contiguous()

@@ -170,6 +170,11 @@ def losses(log):
     return {int(step): float(loss) for step, loss in re.findall(r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)", log)}
 
 
+def gradient_norms(log):
+    """{step: norm of the gradients} of the training steps in a log."""
+    return {int(step): float(norm) for step, norm in re.findall(r"step:\s*(\d+)\s+loss:.*?grad_norm:\s*(\S+)", log)}
+
+
 def validation_losses(log):
     """{step: loss} of the validations in a log."""
     return {int(step): float(loss) for step, loss in re.findall(r"validate step:\s*(\d+)\s+loss:\s*(\S+)", log)}

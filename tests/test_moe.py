@@ -386,8 +386,9 @@ def test_a_layer_with_experts_is_one_graph(tmp_path, graph_safe_experts, monkeyp
     found = train_step(model, dims, tokens)
     assert graphs.frame_count == 3  # a KDA layer, one with experts, and MLA's with experts
     assert found[0] == pytest.approx(loss, rel=1e-6)
+    ranks = 8 if layout == "ddp" else 1  # on the fake backend an average is this rank's share
     for one, other in zip(found[1], grads, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
+        assert (ranks * one - other).norm() <= 1e-5 * other.norm()
     for one, other in zip(found[2], counts, strict=True):
         assert torch.equal(one, other) or (mode in ("2", "full") and torch.equal(one, 2 * other))
     for one, other in zip(found[3], biases, strict=True):
@@ -418,6 +419,7 @@ def test_graphs_of_many_kinds_and_lengths(tmp_path, graph_safe_experts, dims_of)
         ({"precision": "float32"}, "count their tokens on the host in float32"),
         ({"device": "cpu"}, "count their tokens on the host in bfloat16"),
         ({"backend": "eager"}, "backend 'eager'"),
+        ({"backend": "eager_noexcept"}, "backend 'eager_noexcept'"),
     ],
 )
 def test_when_a_layer_with_experts_is_compiled_in_parts(monkeypatch, changed, reason):

@@ -64,6 +64,21 @@ def test_fsdp_gives_ddp_losses(runs):
     assert apart(jobs.losses(runs["fsdp"][0]), jobs.losses(runs["one"][0])) > 1e-3
 
 
+@pytest.mark.parametrize("layout", ["one", "ddp", "fsdp"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path_factory, seed_checkpoint, layout):
+    """Four micro-batches a step and rank, beside one of four times the rows: from the second step on the losses show
+    what the first has done, and the gradients' norms show it at once."""
+    args, processes = LAYOUTS[layout]
+    settings = {"training.steps": 3, "validation.enable": False, "generation.enable": False}
+    whole = settings | {"training.local_batch_size": 4, "training.global_batch_size": 4 * processes}
+    logs = [
+        train(tmp_path_factory.mktemp(f"{layout}-{size}"), job, args, processes, seed_checkpoint)
+        for size, job in (("whole", whole), ("parts", whole | {"training.local_batch_size": 1}))
+    ]
+    assert apart(*map(jobs.losses, logs)) <= 1e-4
+    assert apart(*map(jobs.gradient_norms, logs)) <= 1e-3
+
+
 def test_first_samples_are_the_same_text_on_every_layout(tmp_path_factory, seed_checkpoint, runs):
     # The first samples come after a step, and two data-parallel ranks have read other text by then than one process.
     # Those that read the same are compared after it; one of either kind at a rate that moves no weight, which leaves

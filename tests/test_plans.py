@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.components.loss import cross_entropy_loss
 
 from titan_kda.model import Decoder, ModelArgs
-from titan_kda.parallelize import parallelize
+from titan_kda.parallelize import build_loss, parallelize
 from titan_kda.train import load_job
 
 LAYOUTS = {
@@ -47,7 +48,7 @@ def test_a_job_of_eight_ranks(tmp_path, layout):
 
 
 def test_ddp_of_eight_ranks(tmp_path):
-    """It sums the ranks' gradients; the fake backend leaves each rank's own, which an average would divide by eight."""
+    """The loss multiplies a rank's gradients by the ranks, whose average DDP takes: on the fake backend of its own."""
     args = ModelArgs(dim=32, n_layers=1, n_heads=2, key_width=8, value_width=8, ffn_width=48)
     tokens = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
     config = load_job([f"--job.config_file={jobs.write_job(tmp_path)}"])
@@ -59,13 +60,15 @@ def test_ddp_of_eight_ranks(tmp_path):
             **{f"{name}_enabled": name == "dp_replicate" for name in ("tp", "ep", "fsdp", "dp_replicate")},
             get_mesh=lambda name: mesh,
             world_size=8,
+            dp_replicate=8,
         )
         for ranks in (1, 8):
             model = Decoder(args)
             model.init_weights(seed=0)
             if ranks == 8:
                 parallelize(model, dims, config)
-            model(tokens).float().logsumexp(-1).sum().backward()
+            loss_fn = build_loss(config, dims) if ranks == 8 else cross_entropy_loss
+            loss_fn(model(tokens), tokens).backward()
             gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     finally:
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ are spread by torchtitan's own plans: whole experts over the ranks of an expert-
 data-parallel ranks, or every expert's width over the tensor-parallel ones.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
@@ -30,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import NoParallel, ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -125,7 +127,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
             torch._dynamo.config.optimize_ddp = "ddp_optimizer"
         # Buffers are counts and biases of the experts: each rank counts its own tokens, and all make the same bias.
         replicate(decoder, device_mesh=mesh, bucket_cap_mb=100, broadcast_buffers=False)
-        cast(Any, decoder).register_comm_hook(mesh.get_group(), _sum_gradients)
+        cast(Any, decoder).register_comm_hook(mesh.get_group(), _average_gradients)
         logger.info("Applied DDP to the model")
     return decoder
 
@@ -141,8 +143,10 @@ def parts_because(parallel_dims: ParallelDims, job_config: Any) -> str | None:
         # Beside rows that it keeps in the experts' order, it may choose the experts again, and others where scores are
         # close.
         return "a memory budget does not say what is computed again"
-    if job_config.compile.backend == "eager":
-        return "the backend 'eager' checkpoints a graph's inputs, and the experts' counts, which change, are among them"
+    backend = job_config.compile.backend
+    if isinstance(backend, str) and backend not in _PARTITIONING_BACKENDS:
+        # It may checkpoint a graph's inputs, and the experts' counts, which change, are among them.
+        return f"the backend {backend!r} may not divide a graph into forward and backward"
     # FSDP's type or autocast's: one of them brings it to the experts, whatever type the weights are kept in.
     precision = job_config.training.mixed_precision_param
     if not Experts.grouped(torch.device(utils.device_type), TORCH_DTYPE_MAP[precision]):
@@ -150,6 +154,7 @@ def parts_because(parallel_dims: ParallelDims, job_config: Any) -> str | None:
     return None
 
 
+_PARTITIONING_BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 _GRAPHS_A_KIND = 8
 """torch.compile's own limit: here for each kind of layer, since all layers are one code to it."""
 
@@ -180,9 +185,9 @@ def compile_layers(decoder: Decoder, job_config: Any) -> None:
 
 
 # DDP checks the annotations, so they are objects here and not strings.
-def _sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's reduction without its average: the loss is divided by the global number of tokens already."""
-    buffer = bucket.buffer()
+def _average_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own reduction, which also runs on a fake backend. See ``build_loss``."""
+    buffer = bucket.buffer().div_(group.size())
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
 
@@ -191,6 +196,26 @@ def _sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.future
         return buffer
 
     return work.get_future().then(reduced)
+
+
+def build_loss(job_config: Any, parallel_dims: ParallelDims, **_: Any) -> Callable[..., torch.Tensor]:
+    """torchtitan's cross-entropy, summed over a rank's tokens.
+
+    The trainer divides it by the global number of tokens, so ranks' gradients are to be added up. DDP averages instead,
+    and a step's later micro-batches average again what the earlier ones left, which only an average leaves as it was.
+    So a rank's gradient is multiplied by the number of ranks before DDP sees it.
+    """
+    loss_fn = build_cross_entropy_loss(job_config)
+    if parallel_dims.fsdp_enabled or not parallel_dims.dp_replicate_enabled:
+        return loss_fn
+
+    def loss_under_ddp(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(pred, labels)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * parallel_dims.dp_replicate)
+        return loss
+
+    return loss_under_ddp
 
 
 def apply_tp(decoder: Decoder, mesh: DeviceMesh, loss_parallel: bool) -> None:

@@ -12,7 +12,6 @@ from .cpu import use_cpu_if_no_accelerator
 use_cpu_if_no_accelerator()  # before the modules below copy torchtitan's device
 
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
-from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
 from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
 from torchtitan.components.optimizer import (  # noqa: E402
     OptimizersContainer,
@@ -28,7 +27,7 @@ from .checkpoint import CheckpointError, validate_checkpoint_settings  # noqa: E
 from .hf import KimiLinearAdapter, check_settings, extend_checkpoint_manager  # noqa: E402
 from .job_config import MODEL_NAME, JobError, check_dump_folder, check_job, model_args_of  # noqa: E402
 from .model import FLAVORS, Decoder  # noqa: E402
-from .parallelize import parallelize  # noqa: E402
+from .parallelize import build_loss, parallelize  # noqa: E402
 from .validate import build_validator, encode_prompts  # noqa: E402
 
 # What torchtitan does with a GPU's own means.
@@ -126,7 +125,7 @@ def get_train_spec() -> train_spec.TrainSpec:
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
-        build_loss_fn=build_cross_entropy_loss,
+        build_loss_fn=build_loss,
         build_validator_fn=build_validator,
         state_dict_adapter=KimiLinearAdapter,
     )

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.testing
 from yardstick import DTYPES, check
 
-from titan_kda.kernels import causal_conv1d, causal_conv1d_step
+from titan_kda.kernels import causal_conv1d, causal_conv1d_step, short_conv
 from titan_kda.kernels.reference import naive_causal_conv1d, naive_causal_conv1d_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -257,11 +257,25 @@ def test_rows_so_far_apart_that_32_bits_cannot_count_it(tmp_path):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_no_channels(impl):
-    x, weight, state = conv_inputs(2, 5, 0, 4)
-    output, final = causal_conv1d(x, weight, initial_state=state, output_final_state=True, impl=impl)
-    assert output.shape == (2, 5, 0) and final is not None and final.shape == (2, 3, 0)
-    assert causal_conv1d_step(x[:, 0], weight, state, impl=impl).shape == (2, 0)
+@pytest.mark.parametrize("batch, channels", [(2, 0), (0, 3), (0, 0)])
+def test_no_channels_or_no_batch(impl, batch, channels):
+    x, weight, state = conv_inputs(batch, 5, channels, 4)
+    args = (x, weight, state, normal_like(x, 1), normal_like(state, 2))
+    (output, final), grads = run(causal_conv1d, *args, impl=impl)
+    assert output.shape == (batch, 5, channels) and final.shape == (batch, 3, channels)
+    assert [grad.shape for grad in grads] == [x.shape, weight.shape, state.shape] and not grads[1].any()
+    assert causal_conv1d_step(x[:, 0], weight, state, impl=impl).shape == (batch, channels)
+
+
+def test_pieces_of_the_backward():
+    """Near a span, or shared out so that programs fill whole turns; empty slots must not make them long."""
+    assert short_conv._piece(128, 1, 8192, 1, 8, False) == 125  # 66 pieces of 8 blocks: 528 programs
+    assert short_conv._piece(128, 1, 8192, 6, 8, True) == 135  # at most 60 + 6 of them
+    assert short_conv._piece(128, 1, 8192, 64, 8, True) == 128
+    for tokens, blocks, sequences in itertools.product((1, 100, 8192, 10**6), (1, 7, 600), (1, 60, 66, 5000)):
+        for packed in (False, True):
+            batch = 1 if packed else sequences
+            assert 16 <= short_conv._piece(128, batch, tokens, sequences, blocks, packed) <= 160
 
 
 @pytest.mark.parametrize("impl", IMPLS)
