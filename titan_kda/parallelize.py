@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import NoParallel, ParallelDims
@@ -44,6 +45,13 @@ from .attention import KimiDeltaAttention
 from .full_attention import GroupedQueryAttention, LatentAttention
 from .model import Block, Decoder, TiedHead, unwrapped
 from .moe import Experts
+
+# FSDP's hooks on experts inside a checkpoint name what they do to the profiler, more often when it is run again. torch
+# takes these for operators that must come in the same number, unless told to pass them by.
+_PROFILER_OPERATORS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 
 # What selective activation checkpointing keeps: products of matrices, the cores, what a collective brought, and which
 # experts a token goes to and in what order. Computed again by other kernels of a graph, close scores may change places.
@@ -98,6 +106,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: Any) 
 
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
+        SAC_IGNORED_OPS.update(_PROFILER_OPERATORS)
         apply_ac(
             decoder,
             job_config.activation_checkpoint,
