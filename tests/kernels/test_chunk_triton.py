@@ -286,6 +286,9 @@ def test_identical_keys(row, limits, beta):
     assert all(torch.isfinite(grad).all() for grad in found.values())
 
 
+FUSED = dict(rtol=2e-2, atol=2e-3)  # 16-bit rows
+
+
 @pytest.mark.parametrize("row", ["fp32_chunk", "bf16"] if ON_GPU else ["fp32_chunk"])
 @pytest.mark.parametrize("bound, lengths", [(None, None), (-5.0, None), (None, [5, 0, 61])])
 def test_fused_norm_is_the_norm(bound, lengths, row):
@@ -300,8 +303,24 @@ def test_fused_norm_is_the_norm(bound, lengths, row):
         want, want_state = triton_chunk_kda(l2norm(q, impl="reference"), **inputs, **options)
         assert torch.equal(state, want_state), "the final state does not depend on q"
         assert not output[:, 3].any() and not output.isnan().any()
-        tolerance = dict(rtol=2e-2, atol=2e-3) if row == "bf16" else dict(rtol=1e-5, atol=1e-6)
+        tolerance = FUSED if row == "bf16" else dict(rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(output, want, **tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ["fp32_chunk", "fp16", "bf16"])
+@pytest.mark.parametrize("bound, lengths", [(None, None), (-5.0, None), (-5.0, [70, 0, 1, 230])])
+def test_fused_norm_at_full_width(bound, lengths, row):
+    """Rows of every size in one call, and the bits of the final state."""
+    cu_seqlens = None if lengths is None else offsets(lengths)
+    inputs = make(1, 301, 3, 128, 128, row, cu_seqlens, bound=bound, sequences=None if lengths is None else 4)
+    sizes = 10 ** torch.linspace(-3, 3, 301, device=DEVICE).view(1, -1, 1, 1)
+    q = (inputs.pop("q").float() * 3 * sizes).to(DTYPES[row])
+    options = dict(output_final_state=True, gate_lower_bound=bound, cu_seqlens=on_device(cu_seqlens))
+    output, state = triton_chunk_kda(q, **inputs, fuse_q_l2norm=True, **options)
+    want, want_state = triton_chunk_kda(l2norm(q, impl="reference"), **inputs, **options)
+    assert torch.equal(state, want_state)
+    torch.testing.assert_close(output, want, **(dict(rtol=1e-4, atol=1e-5) if row == "fp32_chunk" else FUSED))
 
 
 @pytest.mark.parametrize("which", ["output", "state"])
