@@ -576,6 +576,9 @@ def test_layouts_that_processes_can_make_up(tmp_path):
     check(4, tensor_parallel_degree=2, data_parallel_shard_degree=2)
     check(2, training__global_batch_size=16)
     check(2, tensor_parallel_degree=2, validation__steps=-1)
+    early = {"optimizer__early_step_in_backward": True}
+    check(2, training__global_batch_size=8, **early)
+    check(4, data_parallel_replicate_degree=2, **early)
     kimi = {"model__flavor": "kimi_linear_debug"}
     check(4, expert_parallel_degree=4, **kimi)
     check(4, expert_parallel_degree=2, **kimi)
@@ -592,6 +595,8 @@ def test_layouts_that_processes_can_make_up(tmp_path):
         (2, {"training__global_batch_size": 4}, "multiple of local_batch_size x data-parallel ranks = 4 x 2, got 4"),
         (2, {"training__global_batch_size": 0}, "got 0"),
         (2, {"validation__steps": -1}, "validation.steps must be above 0 with several data-parallel ranks"),
+        (2, {"data_parallel_replicate_degree": 2, **early}, "early_step_in_backward does not combine with DDP"),
+        (1, {"training__global_batch_size": 8, **early}, "does not combine with training.global_batch_size"),
     ):
         with pytest.raises(JobError, match=message):
             check(processes, **settings)

@@ -487,6 +487,17 @@ def check_layout(job_config: Any, processes: int) -> None:
             f"training.global_batch_size must be a multiple of local_batch_size x data-parallel ranks = "
             f"{training.local_batch_size} x {replicate * shard}, got {training.global_batch_size}"
         )
+    if job_config.optimizer.early_step_in_backward:  # a parameter's step follows each backward pass at once
+        if replicate > 1 and shard == 1:
+            raise JobError(
+                "optimizer.early_step_in_backward does not combine with DDP: it would step before the ranks' gradients "
+                "are added up; use data_parallel_shard_degree"
+            )
+        if training.global_batch_size > rows:
+            raise JobError(
+                "optimizer.early_step_in_backward does not combine with training.global_batch_size above "
+                f"local_batch_size x data-parallel ranks = {rows}: it would step after each micro-batch"
+            )
     if job_config.validation.enable and job_config.validation.steps == -1 and replicate * shard > 1:
         raise JobError(
             "validation.steps must be above 0 with several data-parallel ranks: their texts differ in length, "

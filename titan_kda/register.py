@@ -20,6 +20,7 @@ from torchtitan.components.optimizer import (  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
 from torchtitan.tools import utils  # noqa: E402
+from torchtitan.tools.logging import logger  # noqa: E402
 
 from . import data, deal  # noqa: E402
 from .attention import ForgetGate  # noqa: E402
@@ -95,6 +96,11 @@ def build_kda_optimizers(
 ) -> OptimizersContainer:
     """torchtitan's optimizers, which balance the experts' load before each step, with no weight decay on A_log and
     dt_bias: decay would pull every gate to one value."""
+    if optimizer_config.early_step_in_backward:
+        logger.warning(
+            "optimizer.early_step_in_backward leaves no gradients to clip: training.max_norm has no effect, and the "
+            "logged grad_norm is 0"
+        )
     container = build_optimizers_with_moe_load_balancing(model_parts, optimizer_config, parallel_dims, **kwargs)
     undecayed = {
         parameter
