@@ -26,6 +26,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED: tl.constexpr):
     """The span of a slot: (sequence, batch row, sequence's first token, sequence's length, span's first token in the
     sequence). A slot left over starts at or past the length. Offsets that break the rules never lead outside [0, T).
+    SPAN may be a constant or not.
     """
     if PACKED:
         low = 0 * slot

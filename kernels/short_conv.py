@@ -503,7 +503,7 @@ def _weight_grad_kernel(
 # take six turns. The backward takes eight where their registers hold them.
 _FORWARD = Launch(rows=4, warps=4, per_thread=4, span=16, registers=80)
 _BACKWARD = Launch(rows=4, warps=2, per_thread=8, span=128)
-_BACKWARD_WIDE = Launch(rows=4, warps=4, per_thread=4, span=128)  # FP32, or many taps
+_BACKWARD_LARGE = Launch(rows=4, warps=4, per_thread=4, span=128)  # rows in FP32, or many taps
 _PROGRAMS = 528  # of the backward, at once: four to each of an H200's multiprocessors
 _MAX_WORKERS = 1024  # bounds the partial sums. Both are fixed, whatever the device, so that sums have one order
 
@@ -593,7 +593,7 @@ def _backward_triton(
     if x.numel() == 0 or sequences == 0:
         return dx, dweight.zero_(), dinitial
     if launch is None:
-        launch = _BACKWARD if _small(x, width) else _BACKWARD_WIDE
+        launch = _BACKWARD if _small(x, width) else _BACKWARD_LARGE
     block, blocks, warps = launch.over(channels, width)
     span = _piece(launch.span, batch, tokens, sequences, blocks, packed)
     slots = span_slots(tokens, sequences, span, packed)

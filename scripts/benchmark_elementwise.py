@@ -143,7 +143,7 @@ def conv_rows(bench: Bench) -> None:
         back = [
             *variants(short_conv._BACKWARD, rows=(3, 4, 8), span=(64, 128)),
             *variants(short_conv._BACKWARD, warps=(1, 4), registers=(None, 168)),
-            *variants(short_conv._BACKWARD_WIDE, warps=(4, 8), registers=(None, 128)),
+            *variants(short_conv._BACKWARD_LARGE, warps=(4, 8), registers=(None, 128)),
         ]
         tuned_back = [Contender(text, backward(launch=launch)) for text, launch in back]
         tuned_packed = [Contender(text, backward(offsets(MIXED), launch=launch)) for text, launch in back]

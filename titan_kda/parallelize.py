@@ -70,6 +70,12 @@ _SAVED_OPERATORS = {
     torch.ops.aten.sort.stable,
 }
 
+# Those that divide a graph into forward and backward. Others may checkpoint a graph's inputs, and the experts' counts,
+# which change, are among them.
+_PARTITIONING_BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+
+_GRAPHS_A_KIND = 8  # torch.compile's own limit, here for each kind of layer: all layers are one code to it
+
 
 class ShardHeads(ParallelStyle):
     """Splits a module's parameters along their first axis, heads or their channels; it computes on its shard."""
@@ -154,18 +160,12 @@ def parts_because(parallel_dims: ParallelDims, job_config: Any) -> str | None:
         return "a memory budget does not say what is computed again"
     backend = job_config.compile.backend
     if isinstance(backend, str) and backend not in _PARTITIONING_BACKENDS:
-        # It may checkpoint a graph's inputs, and the experts' counts, which change, are among them.
         return f"the backend {backend!r} may not divide a graph into forward and backward"
     # FSDP's type or autocast's: one of them brings it to the experts, whatever type the weights are kept in.
     precision = job_config.training.mixed_precision_param
     if not Experts.grouped(torch.device(utils.device_type), TORCH_DTYPE_MAP[precision]):
         return f"experts count their tokens on the host in {precision} on this device"
     return None
-
-
-_PARTITIONING_BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-_GRAPHS_A_KIND = 8
-"""torch.compile's own limit: here for each kind of layer, since all layers are one code to it."""
 
 
 def compile_layers(decoder: Decoder, job_config: Any) -> None:
@@ -208,7 +208,8 @@ def _average_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.fu
 
 
 def build_loss(job_config: Any, parallel_dims: ParallelDims, **_: Any) -> Callable[..., torch.Tensor]:
-    """torchtitan's cross-entropy, summed over a rank's tokens.
+    """torchtitan's ``build_loss_fn``: cross-entropy in nats, summed over a rank's tokens, of logits [B, T, V] and
+    labels [B, T].
 
     The trainer divides it by the global number of tokens, so ranks' gradients are to be added up. DDP averages instead,
     and a step's later micro-batches average again what the earlier ones left, which only an average leaves as it was.

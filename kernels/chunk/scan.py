@@ -82,7 +82,7 @@ def scan_sequence(
         rounded = state.to(OPERAND)
         row_scale = scale
         if Q_NORM:
-            row_scale = scales[:, None]
+            row_scale = scales[:, None]  # in the place of ``scale``, which they hold
         w_tile = load_rows(w, row, rows, channel, WIDTH_K, H * WIDTH_K, False)
         u_tile = load_rows(u, row, rows, value, WIDTH_V, H * WIDTH_V, False)
         written = finite(u_tile.to(tl.float32) - matmul(w_tile, rounded, PRECISION), OPERAND)
