@@ -12,12 +12,25 @@ pass (FP32 gradient and raw_gate read, raw_gate's gradient written, 8 bytes), an
 which a second, small kernel adds up in a fixed order.
 """
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import Launch, load_rows, locate_span, logistic, mask_if, on_device, power_of_2, span_slots
+from ._device import (
+    Launch,
+    cdiv,
+    load_rows,
+    locate_span,
+    logistic,
+    mask_if,
+    on_device,
+    power_of_2,
+    reciprocal,
+    span_slots,
+)
 from ._operator import (
     CHUNK_SIZE,
     FLOAT_DTYPES,
@@ -88,9 +101,8 @@ def _gate_log2_decay_grads(grad, x, slope, lower_bound, BOUNDED: tl.constexpr, F
     if BOUNDED:
         # Written with 2^-|z|, which cannot overflow: sigmoid' = e / (1 + e)^2 without cancellation.
         z = x * slope
-        e = tl.exp2(-tl.abs(z))
-        root = tl.rsqrt(1.0 + e)
-        s = root * root
+        e = tl.exp2(tl.abs(z) * -1.0)
+        s = reciprocal(1.0 + e)
         dx = (grad * lower_bound) * (e * s * s) * slope
         if FLOORED:
             dx = tl.where(tl.where(z > 0, s, e * s) * (lower_bound * _LOG2_E) > _FLOOR, dx, 0.0)
@@ -98,8 +110,7 @@ def _gate_log2_decay_grads(grad, x, slope, lower_bound, BOUNDED: tl.constexpr, F
         return dx, dx * x
     else:
         e = tl.exp2(tl.abs(x) * -_LOG2_E)
-        root = tl.rsqrt(1.0 + e)
-        s = root * root
+        s = reciprocal(1.0 + e)
         decay = -slope * _softplus(x, e)
         grad = tl.where(decay > _FLOOR, grad, 0.0)
         decay = tl.maximum(decay, _FLOOR)  # finite
@@ -272,6 +283,7 @@ def _gate_parameter_grads_kernel(
 # Four channels a thread: 16-byte accesses of FP32, 8-byte ones of 16-bit logits. Spans hold whole chunks. What counts
 # most is how the programs fill the GPU: at T 8192, H 32, K 128 they are all resident at once, or in two full turns.
 _FORWARD = Launch(rows=16, warps=2, per_thread=4, span=64)
+_STEP = Launch(rows=4, warps=4, per_thread=4, span=64)  # small decode steps
 _BACKWARD = Launch(rows=4, warps=2, per_thread=4, span=128, registers=96)
 _MAX_WORKERS = 1024  # bounds the partial sums; a fixed number, so that sums have one order
 
@@ -284,10 +296,14 @@ def _forward_triton(raw_gate, A_log, dt_bias, chunk_size, lower_bound, cu_seqlen
     if raw_gate.numel() == 0 or sequences == 0:
         return output
     strides = raw_gate.stride()
+    least = max(chunk_size, 16)
     if tokens == 1 and chunk_size == 1 and not packed:  # a decode step: the batch is as good as a sequence
         tokens, sequences, strides = batch, 1, (0, strides[0], *strides[2:])
+        if batch <= 512:  # too few for long spans
+            least = min(power_of_2(cdiv(batch, 32)), 4)
+            launch = dataclasses.replace(_STEP, rows=least)
     block, blocks, warps = launch.over(heads * key_width)
-    span = launch.span_over(sequences * tokens, blocks, max(chunk_size, 16))
+    span = launch.span_over(sequences * tokens, blocks, least)
     slots = span_slots(tokens, sequences, span, packed)
     with on_device(raw_gate):
         _gate_cumsum_kernel[(slots * blocks,)](
