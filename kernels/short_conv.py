@@ -10,15 +10,17 @@ hide each other's waiting. x is read once (W - 1 rows of 16 twice, the second ti
 written once, 4 bytes an element in bf16.
 
 The backward walks long pieces by whole groups of ROWS rows, which need no masks, on their way through shared memory
-two groups ahead of their use; the rows that a sequence's end leaves over come one by one. At row t it recomputes y's
-preactivation, turns the output's gradient into the preactivation's, dy[t], and with the last W of those finishes the
-row u = t - (W - 1): dx[u] = sum_j weight[W - 1 - j] dy[u + j]. So a piece needs W - 1 rows past its end too, asked for
-before its first; x, the gradient and dx are 6 bytes an element. Its pieces are of equal length, and as many as the GPU
-runs at once: whole turns decide the time. A program sums the weight's gradient over its pieces; a second, small kernel
-adds the programs' sums in a fixed order.
+two groups ahead of their use. At row t it recomputes y's preactivation, turns the output's gradient into the
+preactivation's, dy[t], and with the last W of those finishes the row u = t - (W - 1): dx[u] = sum_j weight[W - 1 - j]
+dy[u + j]. So a piece needs W - 1 rows past its end too, asked for before its first; x, the gradient and dx are 6 bytes
+an element. Pieces share out all tokens equally, wherever sequences begin and end in them, and are as many as the GPU
+runs at once, or whole turns of so many. A program may walk its piece as several streams side by side. It sums the
+weight's gradient over all of it; a second, small kernel adds the programs' sums in a fixed order.
 """
 
 # ruff: noqa: RUF005 (Triton has no starred tuples)
+
+import dataclasses
 
 import torch
 import triton
@@ -36,6 +38,7 @@ from ._device import (
     on_device,
     span_slots,
     wait_for_earlier_launches,
+    widened,
 )
 from ._operator import (
     FLOAT_DTYPES,
@@ -63,11 +66,12 @@ MAX_TAPS = 8  # the loops over taps are unrolled: twice as many take minutes to 
 # ---- Triton kernels ----
 
 _LOG2_E = tl.constexpr(LOG2_E)
+_LN_2 = tl.constexpr(1 / LOG2_E)
 _STAGES = tl.constexpr(3)  # of the backward's pipeline; four, with more on their way, are slower
 
 
 @triton.jit
-def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, WORDS: tl.constexpr):
+def load_taps_by_channel(weight_ptr, channels, in_channels, W: tl.constexpr, WORDS: tl.constexpr):
     """The weight as W blocks of channels in FP32. Each thread reads just its own channels': no exchange, no barrier for
     the rows' loads to wait behind, and no other layout for what meets the taps. WORDS: four taps of 16 bits, at a
     multiple of 8 bytes, are one word."""
@@ -83,6 +87,14 @@ def _load_taps(weight_ptr, channels, in_channels, W: tl.constexpr, WORDS: tl.con
         for w in tl.static_range(W):
             taps = taps + (tl.load(weight_ptr + channels * W + w, mask=in_channels, other=0.0).to(tl.float32),)
         return taps
+
+
+@triton.jit
+def _scaled(taps, factor, W: tl.constexpr):
+    scaled = ()
+    for w in tl.static_range(W):
+        scaled = scaled + (taps[w] * factor,)
+    return scaled
 
 
 @triton.jit
@@ -125,6 +137,15 @@ def _pulled(taps, run, r: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _summed(sums, dy, run, r: tl.constexpr, W: tl.constexpr):
+    """The sums of the weight's gradient, with a row's part."""
+    added = ()
+    for w in tl.static_range(W):
+        added = added + (tl.fma(dy, run[r + w], sums[w]),)
+    return added
+
+
+@triton.jit
 def _activated(y, SILU: tl.constexpr):
     if SILU:
         y = y * logistic(y * _LOG2_E)
@@ -133,12 +154,14 @@ def _activated(y, SILU: tl.constexpr):
 
 @triton.jit
 def _preactivation_grad(grad, y, SILU: tl.constexpr):
+    """Of y, given times UNIT, and divided by it, as the taps are multiplied by it: log2(e) with SiLU, so that no
+    product is spent on changing the base. The fused operations are spelled out, as in ``_filtered``."""
     if SILU:
-        s = logistic(y * _LOG2_E)
-        slope = tl.fma(s, y - y * s, s)  # spelled out: s is a square, which could be fused instead
-        # At most 1.1, but at an infinite y no number, which the minimum drops: a later token that has no part in the
-        # loss must not reach earlier ones.
-        grad = grad * tl.minimum(slope, 2.0)
+        s = logistic(y)
+        # slope = s (1 + y (1 - s)): at most 1.1. At an infinite y it is no number, which the minimum drops: a later
+        # token that has no part in the loss must not reach earlier ones.
+        slope = tl.fma(tl.fma(s * -1.0, y, y), _LN_2 * _LN_2, _LN_2)
+        grad = grad * (s * tl.minimum(slope, 2.0))
     return grad
 
 
@@ -200,7 +223,7 @@ def _causal_conv1d_kernel(
     x_ptrs = sequence_ptrs + start * x_stride
     output_ptrs = output_ptr + (batch * T + begin + start) * C + channels
     if (rows == SPAN) & (position >= W - 1):  # all rows at once, those before the span among them
-        taps = _load_taps(weight_ptr, channels, in_channels, W, WORDS)
+        taps = load_taps_by_channel(weight_ptr, channels, in_channels, W, WORDS)
         loaded = _load_group(x_ptrs - (W - 1) * x_stride, x_stride, in_channels, SPAN + (W - 1), EVEN)
         run = ()
         for r in tl.static_range(SPAN + W - 1):
@@ -209,7 +232,7 @@ def _causal_conv1d_kernel(
             y = _activated(_filtered(taps, run, r, W), SILU)
             _store_row(output_ptrs + r * C, y.to(output_ptr.dtype.element_ty), in_channels, EVEN)
     else:  # a sequence's ends
-        taps = _load_taps(weight_ptr, channels, in_channels, W, WORDS)
+        taps = load_taps_by_channel(weight_ptr, channels, in_channels, W, WORDS)
         window = ()
         for w in tl.static_range(W - 1):
             p = position - (W - 1) + w
@@ -238,39 +261,63 @@ def _causal_conv1d_kernel(
 
 
 @triton.jit
-def _locate_piece(slot, cu_seqlens_ptr, T, N, span, pieces, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """As locate_span, and the piece's rows. A sequence is shared out as evenly as whole groups of ROWS rows allow: into
-    ``pieces`` if all sequences are alike, else into as many as it has spans."""
+def _sequence_at(token, cu_seqlens_ptr, N):
+    """The last sequence that begins at or before a token of the pack: the one with the token in it."""
+    low = 0 * token
+    high = low + N
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_ptr + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _share(piece, pieces, cu_seqlens_ptr, T, N, GROUP: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):
+    """A piece's tokens, first and past the last, counted through all sequences, and the first and past the last of
+    those. Pieces are alike, in whole groups of GROUP, however the sequences lie. WIDE: 32 bits may not count them."""
     if PACKED:
-        sequence, batch, begin, length, position = locate_span(slot, cu_seqlens_ptr, T, N, span, PACKED)
-        index = position // span
-        pieces = tl.maximum(tl.cdiv(length, span), 1)
+        total = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + N), 0), T)
     else:
-        sequence = (slot // pieces).to(tl.int64)
-        batch = sequence
-        begin = 0 * sequence
-        length = T
-        index = slot % pieces
-        position = 0
-    groups = tl.cdiv(length, ROWS)
-    least = groups // pieces
-    longer = groups - least * pieces  # so many pieces have a group more
-    first = (index * least + tl.minimum(index, longer)) * ROWS
-    rows = tl.minimum((least + (index < longer).to(tl.int32)) * ROWS, length - first)
-    if PACKED:  # a slot left over stays where it is, past the end
-        first = tl.where(index < pieces, first, position)
-        rows = tl.where(index < pieces, rows, 0)
-    return sequence, batch, begin, length, first, rows
+        total = (tl.cast(N, tl.int64) if WIDE else N) * T
+    if WIDE:
+        total = tl.cast(total, tl.int64)
+    share = tl.cdiv(tl.cdiv(total, pieces), GROUP) * GROUP
+    first = piece * share
+    past = tl.minimum(first + share, total)
+    if PACKED:
+        sequence = _sequence_at(first, cu_seqlens_ptr, N)
+        last_sequence = _sequence_at(past - 1, cu_seqlens_ptr, N)
+    else:
+        sequence = first // T
+        last_sequence = (past - 1) // T
+    past_sequence = tl.where(first < past, last_sequence + 1, sequence)
+    return first, past, tl.cast(sequence, tl.int32), tl.cast(past_sequence, tl.int32)
+
+
+@triton.jit
+def _bounds(sequence, cu_seqlens_ptr, T, PACKED: tl.constexpr):
+    """A sequence's batch row, its first token there, and its length."""
+    if PACKED:
+        begin = tl.load(cu_seqlens_ptr + sequence)
+        end = tl.load(cu_seqlens_ptr + sequence + 1)
+        tl.device_assert((begin >= 0) & (begin <= end) & (end <= T), "cu_seqlens must rise from 0 to at most T")
+        begin = tl.minimum(tl.maximum(begin, 0), T)
+        return tl.cast(0, tl.int64), begin.to(tl.int64), tl.minimum(tl.maximum(end, begin), T) - begin
+    else:
+        return tl.cast(sequence, tl.int64), tl.cast(0, tl.int64), tl.cast(T, tl.int32)
 
 
 @triton.jit
 def _finish_row(
     dx,
-    v,  # the row in the span; below 0, a row of the initial state, or of the span before
+    v,  # the row in the stream; below 0, a row of the initial state, or of the stream before
     rows,
     position,
     length,
-    dx_ptrs,  # row 0 of the span
+    dx_ptrs,  # row 0 of the stream
     dfinal_ptrs,  # row 0 of the final state's gradient
     dinitial_ptrs,  # row 0 of the initial state's gradient
     C: tl.constexpr,
@@ -280,20 +327,22 @@ def _finish_row(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
 ):
-    """Writes a row's gradient, plus what it gets as a row of the final state, if the row is this span's to write."""
+    """Writes a row's gradient, plus what it gets as a row of the final state, if the row is this stream's to write. The
+    initial state's are whose first row is the sequence's."""
     u = position + v
     own = (v >= 0) & (v < rows)
+    initial = (u < 0) & (position == 0) & (length > 0)
     if HAS_FINAL:
         final_row = u - length + (W - 1)
-        mask = mask_if(in_channels, (final_row >= 0) & (final_row < W - 1) & (own | (u < 0)))
+        mask = mask_if(in_channels, (final_row >= 0) & (final_row < W - 1) & (own | initial))
         dx += tl.load(dfinal_ptrs + final_row.to(tl.int64) * dfinal_stride_w, mask=mask, other=0.0).to(tl.float32)
     dx = dx.to(dx_ptrs.dtype.element_ty)
     tl.store(dx_ptrs + tl.cast(v, tl.int64) * C, dx, mask=mask_if(in_channels, own))
     if HAS_INITIAL:
-        tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, u < 0))
+        tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, initial))
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "workers", "span", "pieces"])
+@triton.jit(do_not_specialize=["T", "N", "pieces"])
 def _causal_conv1d_backward_kernel(
     grad_ptr,  # [B, T, C]
     dfinal_ptr,  # [N, W - 1, C]
@@ -302,7 +351,7 @@ def _causal_conv1d_backward_kernel(
     initial_state_ptr,  # [N, W - 1, C]
     dx_ptr,  # [B, T, C]
     dinitial_ptr,  # [N, W - 1, C]
-    sums_ptr,  # [workers, W, C]: of the weight's gradient
+    sums_ptr,  # [pieces, W, C]: of the weight's gradient
     cu_seqlens_ptr,  # [N + 1]
     grad_stride_b,
     grad_stride_t,
@@ -318,18 +367,17 @@ def _causal_conv1d_backward_kernel(
     state_stride_c,
     T,
     N,
-    slots,
-    workers,
-    span,
     pieces,
     C: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
+    STREAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     PACKED: tl.constexpr,
+    WIDE: tl.constexpr,
     WORDS: tl.constexpr,
     X_ROW_MAJOR: tl.constexpr,  # x's rows are C apart
     GRAD_ROW_MAJOR: tl.constexpr,
@@ -340,19 +388,32 @@ def _causal_conv1d_backward_kernel(
     pid = tl.program_id(0)
     blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
     EVEN: tl.constexpr = C % BLOCK == 0
-    worker = pid // blocks
-    channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    in_channels = tl.full([BLOCK], True, tl.int1) if EVEN else channels < C
+    UNIT: tl.constexpr = _LOG2_E if SILU else 1.0
+    piece = pid // blocks
+    streams = tl.arange(0, STREAMS)[:, None]
+    # All blocks are of one shape, and then of one layout: [1, BLOCK] would be laid out in another.
+    channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :] + 0 * streams
+    in_channels = tl.full([STREAMS, BLOCK], True, tl.int1) if EVEN else channels < C
     wide_channels = channels.to(tl.int64)
     x_stride = C if X_ROW_MAJOR else tl.cast(x_stride_t, tl.int64)
     grad_stride = C if GRAD_ROW_MAJOR else tl.cast(grad_stride_t, tl.int64)
     sums = ()
     for _ in tl.static_range(W):
-        sums = sums + (tl.zeros([BLOCK], tl.float32),)
-    for slot in range(worker, slots, workers):
-        sequence, batch, begin, length, position, rows = _locate_piece(
-            slot, cu_seqlens_ptr, T, N, span, pieces, ROWS, PACKED
-        )
+        sums = sums + (tl.zeros([STREAMS, BLOCK], tl.float32),)
+    first_token, past_token, first_sequence, past_sequence = _share(
+        piece, pieces, cu_seqlens_ptr, T, N, STREAMS * ROWS, PACKED, WIDE
+    )
+    for sequence in range(first_sequence, past_sequence):
+        batch, begin, length = _bounds(sequence, cu_seqlens_ptr, T, PACKED)
+        sequence_first = begin if PACKED else batch * T
+        part = tl.minimum(tl.maximum(first_token - sequence_first, 0), length).to(tl.int32)  # the piece's first row
+        part_rows = tl.maximum(tl.minimum(past_token - sequence_first, length).to(tl.int32) - part, 0)
+        # Streams side by side, all of as many rows but the last, which has fewer and walks on for as long.
+        walk = tl.cdiv(part_rows, STREAMS * ROWS) * ROWS
+        position = part + streams * walk
+        rows = tl.minimum(tl.maximum(part_rows - streams * walk, 0), walk)
+        whole = tl.minimum(tl.maximum(part_rows - (STREAMS - 1) * walk, 0), walk) // ROWS * ROWS
+        left = length - position
         start = position.to(tl.int64)
         sequence_ptrs = x_ptr + batch * x_stride_b + begin * x_stride_t + wide_channels * x_stride_c
         x_ptrs = sequence_ptrs + start * x_stride
@@ -361,25 +422,31 @@ def _causal_conv1d_backward_kernel(
         state_ptrs = initial_state_ptr
         dinitial_ptrs = dinitial_ptr
         dfinal_ptrs = dfinal_ptr
+        wide_sequence = tl.cast(sequence, tl.int64)
         if HAS_INITIAL:
-            state_ptrs += sequence * state_stride_n + wide_channels * state_stride_c
-            dinitial_ptrs += sequence * ((W - 1) * C) + channels
+            state_ptrs += wide_sequence * state_stride_n + wide_channels * state_stride_c
+            dinitial_ptrs += wide_sequence * ((W - 1) * C) + channels
         if HAS_FINAL:
-            dfinal_ptrs += sequence * dfinal_stride_n + wide_channels * dfinal_stride_c
+            dfinal_ptrs += wide_sequence * dfinal_stride_n + wide_channels * dfinal_stride_c
 
-        whole = rows // ROWS * ROWS
         window = ()  # x at the W - 1 rows before
-        pulls = ()  # the preactivation's gradient there; before the span it is not needed
+        pulls = ()  # the preactivation's gradient there; before the stream it is not needed
         for w in tl.static_range(W - 1):
             p = position - (W - 1) + w
             row = _row(sequence_ptrs, state_ptrs, p, length, x_stride, state_stride_w, in_channels, W, HAS_INITIAL)
-            window = window + (row.to(tl.float32),)
-            pulls = pulls + (tl.zeros([BLOCK], tl.float32),)
-        # The W - 1 rows after the piece, which finish its last ones: asked for now, as nobody waits for them.
-        left = length - position
-        xs_after = load_rows(x_ptrs, x_stride, 0 * start, rows, left, in_channels, W - 1)
-        grads_after = load_rows(grad_ptrs, grad_stride, 0 * start, rows, left, in_channels, W - 1)
-        taps = _load_taps(weight_ptr, channels, in_channels, W, WORDS)
+            window = window + (widened(row),)
+            pulls = pulls + (tl.zeros([STREAMS, BLOCK], tl.float32),)
+        # The W - 1 rows after the streams, which finish their last ones: asked for now, as nobody waits for them.
+        xs_after = load_rows(x_ptrs, x_stride, 0 * begin, walk, left, in_channels, W - 1)
+        grads_after = load_rows(grad_ptrs, grad_stride, 0 * begin, walk, left, in_channels, W - 1)
+        if WORDS:
+            taps = _scaled(load_taps_by_channel(weight_ptr, channels, in_channels, W, WORDS), UNIT, W)
+        else:  # laid out anew, once; a strided block of two axes would be laid out across them
+            flat = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+            flat_taps = load_taps_by_channel(weight_ptr, flat, flat < C, W, WORDS)
+            taps = ()
+            for w in tl.static_range(W):
+                taps = taps + (tl.broadcast_to(flat_taps[w][None, :], [STREAMS, BLOCK]) * UNIT,)
 
         for base in tl.range(0, whole, ROWS, num_stages=_STAGES):
             group = tl.cast(base, tl.int64)
@@ -390,19 +457,16 @@ def _causal_conv1d_backward_kernel(
             first = group - (W - 1)  # of the rows that this turn finishes
             group_ptrs = dx_ptrs + first * C
             for r in tl.static_range(ROWS):
-                run = run + (xs[r].to(tl.float32),)
-                dy = _preactivation_grad(grads[r].to(tl.float32), _filtered(taps, run, r, W), SILU)
+                run = run + (widened(xs[r]),)
+                dy = _preactivation_grad(widened(grads[r]), _filtered(taps, run, r, W), SILU)
                 pull_run = pull_run + (dy,)
-                new_sums = ()
-                for w in tl.static_range(W):
-                    new_sums = new_sums + (tl.fma(dy, run[r + w], sums[w]),)
-                sums = new_sums
+                sums = _summed(sums, dy, run, r, W)
                 dx = _pulled(taps, pull_run, r, W).to(dx_ptr.dtype.element_ty)
-                if r < W - 1:  # perhaps a row before the piece: another's, or the initial state's
+                if r < W - 1:  # perhaps a row before the stream: another's, or the initial state's
                     tl.store(group_ptrs + r * C, dx, mask=mask_if(in_channels, first + r >= 0))
                     if HAS_INITIAL:
-                        u = start + first + r
-                        tl.store(dinitial_ptrs + (u + (W - 1)) * C, dx, mask=mask_if(in_channels, u < 0))
+                        initial = (first + r < 0) & (start == 0)
+                        tl.store(dinitial_ptrs + (first + r + (W - 1)) * C, dx, mask=mask_if(in_channels, initial))
                 else:
                     _store_row(group_ptrs + r * C, dx, in_channels, EVEN)
             window = ()
@@ -411,49 +475,48 @@ def _causal_conv1d_backward_kernel(
                 window = window + (run[ROWS + w],)
                 pulls = pulls + (pull_run[ROWS + w],)
 
-        for base in range(whole, rows):
-            t = tl.cast(base, tl.int64)
-            x = tl.load(x_ptrs + t * x_stride, mask=in_channels, other=0.0)
-            run = window + (x.to(tl.float32),)
-            grad = tl.load(grad_ptrs + t * grad_stride, mask=in_channels, other=0.0).to(tl.float32)
-            dy = _preactivation_grad(grad, _filtered(taps, run, 0, W), SILU)
-            pull_run = pulls + (dy,)
-            new_sums = ()
-            for w in tl.static_range(W):
-                new_sums = new_sums + (tl.fma(dy, run[w], sums[w]),)
-            sums = new_sums
-            _finish_row(
-                _pulled(taps, pull_run, 0, W),
-                base - (W - 1),
-                rows,
-                position,
-                length,
-                dx_ptrs,
-                dfinal_ptrs,
-                dinitial_ptrs,
-                C,
-                dfinal_stride_w,
-                in_channels,
-                W,
-                HAS_INITIAL,
-                False,  # the final state's rows come last, below
-            )
+        # Groups that lack rows of the last stream; and the rows after, for which the last W - 1 rows of a stream, or of
+        # the initial state, wait.
+        for base in range(whole, walk, ROWS):
+            xs = load_rows(x_ptrs, x_stride, 0 * begin, base, left, in_channels, ROWS)
+            grads = load_rows(grad_ptrs, grad_stride, 0 * begin, base, left, in_channels, ROWS)
+            run = window
+            pull_run = pulls
+            for r in tl.static_range(ROWS):
+                run = run + (widened(xs[r]),)
+                dy = _preactivation_grad(widened(grads[r]), _filtered(taps, run, r, W), SILU)
+                pull_run = pull_run + (dy,)
+                sums = _summed(sums, tl.where(base + r < rows, dy, 0.0), run, r, W)
+                _finish_row(
+                    _pulled(taps, pull_run, r, W),
+                    base + (r - (W - 1)),
+                    rows,
+                    position,
+                    length,
+                    dx_ptrs,
+                    dfinal_ptrs,
+                    dinitial_ptrs,
+                    C,
+                    dfinal_stride_w,
+                    in_channels,
+                    W,
+                    HAS_INITIAL,
+                    HAS_FINAL,
+                )
             window = ()
             pulls = ()
             for w in tl.static_range(W - 1):
-                window = window + (run[1 + w],)
-                pulls = pulls + (pull_run[1 + w],)
-
-        # The last W - 1 rows of the piece, or of an empty sequence's initial state, wait for the rows after it.
+                window = window + (run[ROWS + w],)
+                pulls = pulls + (pull_run[ROWS + w],)
         run = window
         pull_run = pulls
         for r in tl.static_range(W - 1):
-            run = run + (xs_after[r].to(tl.float32),)
-            dy = _preactivation_grad(grads_after[r].to(tl.float32), _filtered(taps, run, r, W), SILU)
+            run = run + (widened(xs_after[r]),)
+            dy = _preactivation_grad(widened(grads_after[r]), _filtered(taps, run, r, W), SILU)
             pull_run = pull_run + (dy,)
             _finish_row(
                 _pulled(taps, pull_run, r, W),
-                rows + (r - (W - 1)),
+                walk + (r - (W - 1)),
                 rows,
                 position,
                 length,
@@ -468,16 +531,30 @@ def _causal_conv1d_backward_kernel(
                 HAS_FINAL,
             )
 
-    sums_ptrs = sums_ptr + worker.to(tl.int64) * (W * C) + channels
+    if HAS_INITIAL and PACKED:  # empty sequences, of which no piece has a token
+        for sequence in range(piece, N, pieces):
+            bounds = _bounds(sequence, cu_seqlens_ptr, T, PACKED)
+            if bounds[2] == 0:
+                wide_sequence = tl.cast(sequence, tl.int64)
+                dinitial_ptrs = dinitial_ptr + wide_sequence * ((W - 1) * C) + channels
+                for w in tl.static_range(W - 1):
+                    row = tl.zeros([STREAMS, BLOCK], dinitial_ptr.dtype.element_ty)
+                    if HAS_FINAL:
+                        dfinal_ptrs = dfinal_ptr + wide_sequence * dfinal_stride_n + wide_channels * dfinal_stride_c
+                        row = tl.load(dfinal_ptrs + w * tl.cast(dfinal_stride_w, tl.int64), mask=in_channels, other=0.0)
+                    tl.store(dinitial_ptrs + w * C, row, mask=in_channels)
+
+    sums_ptrs = sums_ptr + piece.to(tl.int64) * (W * C) + channels
     for w in tl.static_range(W):
-        tl.store(sums_ptrs + w * C, sums[w], mask=in_channels)
+        total = tl.broadcast_to(tl.sum(sums[w], axis=0, keep_dims=True) * UNIT, [STREAMS, BLOCK])
+        tl.store(sums_ptrs + w * C, total, mask=in_channels & (streams == 0))
 
 
-@triton.jit(do_not_specialize=["workers"])
+@triton.jit(do_not_specialize=["pieces"])
 def _weight_grad_kernel(
-    sums_ptr,  # [workers, W, C]
+    sums_ptr,  # [pieces, W, C]
     dweight_ptr,  # [C, W]
-    workers,
+    pieces,
     C: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
@@ -490,8 +567,8 @@ def _weight_grad_kernel(
     in_columns = columns < W * C
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     ptrs = sums_ptr + rows.to(tl.int64)[:, None] * (W * C) + columns[None, :]
-    for base in range(0, workers, ROWS):
-        total += tl.load(ptrs, mask=(base + rows < workers)[:, None] & in_columns[None, :], other=0.0)
+    for base in range(0, pieces, ROWS):
+        total += tl.load(ptrs, mask=(base + rows < pieces)[:, None] & in_columns[None, :], other=0.0)
         ptrs += ROWS * W * C
     total = tl.sum(total, axis=0).to(dweight_ptr.dtype.element_ty)
     tl.store(dweight_ptr + (columns % C) * W + columns // C, total, mask=in_columns)
@@ -500,12 +577,13 @@ def _weight_grad_kernel(
 # ---- launchers ----
 
 # The forward takes four channels a thread, 8-byte accesses in bf16; with T 8192 and 4,096 channels its 4,096 programs
-# take six turns. The backward takes eight where their registers hold them.
+# take six turns.
 _FORWARD = Launch(rows=4, warps=4, per_thread=4, span=16, registers=80)
-_BACKWARD = Launch(rows=4, warps=2, per_thread=8, span=128)
-_BACKWARD_LARGE = Launch(rows=4, warps=4, per_thread=4, span=128)  # rows in FP32, or many taps
-_PROGRAMS = 528  # of the backward, at once: four to each of an H200's multiprocessors
-_MAX_WORKERS = 1024  # bounds the partial sums. Both are fixed, whatever the device, so that sums have one order
+# The backward's accesses are 16 bytes. Two streams halve the partial sums, but wait for each other where sequences end.
+_BACKWARD = Launch(rows=4, warps=1, per_thread=8, span=256, streams=2)
+_BACKWARD_PACKED = Launch(rows=4, warps=2, per_thread=8, span=128)
+_BACKWARD_MANY_TAPS = Launch(rows=4, warps=4, per_thread=2, span=128, registers=128)
+_CHANNELS_AT_ONCE = 2**18  # in the backward: eight to a thread, on an H200 eight warps to a multiprocessor
 
 
 def check_taps(op, weight) -> None:
@@ -518,7 +596,7 @@ def _small(x, width) -> bool:
     return width <= 4 and x.element_size() == 2
 
 
-def _in_words(weight) -> bool:
+def in_words(weight) -> bool:
     return weight.shape[1] == 4 and weight.element_size() == 2 and weight.data_ptr() % 8 == 0
 
 
@@ -558,7 +636,7 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
-            WORDS=_in_words(weight),
+            WORDS=in_words(weight),
             X_ROW_MAJOR=x.stride(1) == channels,
             num_warps=warps,
             maxnreg=launch.registers if _small(x, width) else None,
@@ -566,16 +644,18 @@ def _forward_triton(x, weight, activation, cu_seqlens, initial_state, output_fin
     return output, final_state
 
 
-def _piece(span, batch, tokens, sequences, blocks, packed) -> int:
-    """Tokens to a piece of the backward: about ``span``, in as many pieces as fill whole turns of _PROGRAMS. At least
-    16: a piece that does not begin its sequence has the W - 1 rows before it."""
-    turns = cdiv(batch * tokens * blocks, _PROGRAMS * span)
-    slots = turns * _PROGRAMS // blocks
-    if packed:  # each sequence may leave a slot without tokens (span_slots)
-        piece = tokens // max(slots - sequences + 1, 1) + 1
-    else:
-        piece = cdiv(tokens, max(slots // batch, 1))
-    return max(piece if piece <= span * 5 // 4 else span, 16)
+def _backward_launch(x, width, packed) -> Launch:
+    if width > 4:
+        return _BACKWARD_MANY_TAPS
+    return dataclasses.replace(_BACKWARD_PACKED if packed else _BACKWARD, per_thread=16 // x.element_size())
+
+
+def _pieces(launch, tokens, blocks) -> int:
+    """Pieces of the backward: of ``launch.span`` tokens or fewer, in whole turns of the programs that run at once. Of
+    no fewer than 16, as each reads rows before and after its own. The same on every device: sums have one order."""
+    programs = _CHANNELS_AT_ONCE // (32 * launch.warps * launch.per_thread)
+    turns = cdiv(tokens * blocks, programs * launch.span)
+    return max(min(turns * programs // blocks, cdiv(tokens, 16)), 1)
 
 
 def _backward_triton(
@@ -592,17 +672,14 @@ def _backward_triton(
         dinitial.copy_(grad_final_state) if output_final_state else dinitial.zero_()
     if x.numel() == 0 or sequences == 0:
         return dx, dweight.zero_(), dinitial
-    if launch is None:
-        launch = _BACKWARD if _small(x, width) else _BACKWARD_LARGE
+    launch = launch or _backward_launch(x, width, packed)
     block, blocks, warps = launch.over(channels, width)
-    span = _piece(launch.span, batch, tokens, sequences, blocks, packed)
-    slots = span_slots(tokens, sequences, span, packed)
-    workers = min(slots, _MAX_WORKERS)
-    sums = torch.empty(workers, width, channels, dtype=torch.float32, device=x.device)
+    pieces = _pieces(launch, batch * tokens, blocks)
+    sums = torch.empty(pieces, width, channels, dtype=torch.float32, device=x.device)
     weight = weight.contiguous()
     dependent = dependent_launch(x, True)
     with on_device(x):
-        _causal_conv1d_backward_kernel[(workers * blocks,)](
+        _causal_conv1d_backward_kernel[(pieces * blocks,)](
             grad,
             grad_final_state,
             x,
@@ -618,28 +695,27 @@ def _backward_triton(
             *((0, 0, 0) if initial_state is None else initial_state.stride()),
             tokens,
             sequences,
-            slots,
-            workers,
-            span,
-            cdiv(tokens, span),
+            pieces,
             C=channels,
             W=width,
             ROWS=launch.rows,
+            STREAMS=launch.streams,
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INITIAL=initial_state is not None and width > 1,
             HAS_FINAL=output_final_state and width > 1,
             PACKED=packed,
-            WORDS=_in_words(weight),
+            WIDE=batch * tokens > 2**30,
+            WORDS=in_words(weight),
             X_ROW_MAJOR=x.stride(1) == channels,
             GRAD_ROW_MAJOR=grad.stride(1) == channels,
             DEPENDENT=dependent["DEPENDENT"],
             num_warps=warps,
-            maxnreg=launch.registers if _small(x, width) else None,
+            maxnreg=launch.registers,
         )
         columns = width * channels
         _weight_grad_kernel[(cdiv(columns, 32),)](
-            sums, dweight, workers, C=channels, W=width, ROWS=128, BLOCK=32, num_warps=4, **dependent
+            sums, dweight, pieces, C=channels, W=width, ROWS=32, BLOCK=32, num_warps=1, **dependent
         )
     return dx, dweight, dinitial
 

@@ -268,14 +268,31 @@ def test_no_channels_or_no_batch(impl, batch, channels):
 
 
 def test_pieces_of_the_backward():
-    """Near a span, or shared out so that programs fill whole turns; empty slots must not make them long."""
-    assert short_conv._piece(128, 1, 8192, 1, 8, False) == 125  # 66 pieces of 8 blocks: 528 programs
-    assert short_conv._piece(128, 1, 8192, 6, 8, True) == 135  # at most 60 + 6 of them
-    assert short_conv._piece(128, 1, 8192, 64, 8, True) == 128
-    for tokens, blocks, sequences in itertools.product((1, 100, 8192, 10**6), (1, 7, 600), (1, 60, 66, 5000)):
-        for packed in (False, True):
-            batch = 1 if packed else sequences
-            assert 16 <= short_conv._piece(128, batch, tokens, sequences, blocks, packed) <= 160
+    """No longer than a span, short ones left out, shared out so that programs fill whole turns."""
+    dense = short_conv._BACKWARD
+    assert short_conv._pieces(dense, 8192, 32) == 32  # of 256 tokens; with 32 blocks, 1,024 programs
+    assert short_conv._pieces(dense, 8193, 32) == 64
+    assert short_conv._pieces(dense, 100, 32) == 7
+    for launch in (dense, short_conv._BACKWARD_PACKED, short_conv._BACKWARD_MANY_TAPS):
+        for tokens, blocks in itertools.product((1, 100, 8192, 10**6), (1, 7, 600)):
+            pieces = short_conv._pieces(launch, tokens, blocks)
+            assert 1 <= pieces <= tokens / 16 + 1
+            assert tokens <= pieces * launch.span * 1.7  # where the blocks do not divide a turn's programs
+
+
+@pytest.mark.parametrize("launch", ["_BACKWARD", "_BACKWARD_PACKED"])
+@pytest.mark.parametrize("width", [4, 8])
+def test_sequences_begin_and_end_anywhere_in_a_piece(width, launch, monkeypatch):
+    """Pieces are of 16 tokens here: they have many sequences, a part of one, or one row of one."""
+    monkeypatch.setattr(short_conv, "_backward_launch", lambda *_: getattr(short_conv, launch))
+    for seed in range(2):
+        lengths = torch.randint(0, 40, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
+        lengths = [0 if n % 5 == 0 else 1 if n % 5 == 1 else n for n in lengths]
+        x, weight, _ = conv_inputs(1, sum(lengths) + 3, 5, width)
+        state = torch.randn(len(lengths), width - 1, 5, device=DEVICE)
+        check_against_fp64(
+            x, weight, state, "fp32", live=sum(lengths), cu_seqlens=offsets(lengths), activation="silu", impl="triton"
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -649,6 +666,7 @@ def test_gpu_more_sequences_than_a_grid_axis():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("whole_gpu")
 def test_gpu_more_than_2_31_elements():
     channels, tokens = 4096, 524_288 + 100
     x = torch.randn(1, tokens, channels, dtype=torch.bfloat16, device=DEVICE)
