@@ -27,7 +27,7 @@ from ._operator import (
     without_autocast,
 )
 from .reference import naive_causal_conv1d_step
-from .short_conv import check_convolution, check_taps
+from .short_conv import check_convolution, check_taps, in_words, load_taps_by_channel
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -95,6 +95,7 @@ def _causal_conv1d_step_kernel(
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     HAS_INDICES: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     pid = tl.program_id(0)
     blocks = tl.cdiv(C, BLOCK)
@@ -102,6 +103,8 @@ def _causal_conv1d_step_kernel(
     channels = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_channels = channels < C
     wide_channels = channels.to(tl.int64)
+    if WORDS:  # asked for first: the rows wait for the slot
+        taps = load_taps_by_channel(weight_ptr, channels, in_channels, W, WORDS)
     if HAS_INDICES:
         slot = tl.load(state_indices_ptr + sequence * indices_stride).to(tl.int64)
         tl.device_assert(slot < slots, "causal_conv1d_step: state_indices must be below the number of slots")
@@ -111,7 +114,8 @@ def _causal_conv1d_step_kernel(
     state_ptrs = state_ptr + slot * state_stride_n + wide_channels * state_stride_c
     x_ptrs = x_ptr + sequence * x_stride_n + wide_channels * x_stride_c
     run = load_window(x_ptrs, state_ptrs, state_stride_w, live, W)
-    taps = load_taps(weight_ptr, channels, in_channels, W, W_PAD)
+    if not WORDS:
+        taps = load_taps(weight_ptr, channels, in_channels, W, W_PAD)
     y = tl.where(live, filter_window(run, taps, SILU, W), 0.0).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + sequence * C + channels, y, mask=in_channels)
     advance_window(state_ptrs, state_stride_w, run, live, W)
@@ -130,10 +134,11 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
     if x.numel() == 0:
         return output
     block, blocks, warps = launch.over(channels, width)
+    weight = weight.contiguous()
     with on_device(x):
         _causal_conv1d_step_kernel[(sequences * blocks,)](
             x,
-            weight.contiguous(),
+            weight,
             state,
             state_indices,
             output,
@@ -147,6 +152,7 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
             BLOCK=block,
             SILU=activation == "silu",
             HAS_INDICES=state_indices is not None,
+            WORDS=in_words(weight),
             num_warps=warps,
             maxnreg=launch.registers,
         )
