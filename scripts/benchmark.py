@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from titan_kda.kernels.configs import RecurrentConfig
 
 LOG2_E = 1.4426950408889634
+GRAPH_US = 1500  # the least work of a graph, of which each costs some 5 us besides its calls
 L2_BYTES = 60 << 20  # an H200's; what the buffers are rotated against is the device's own, where PyTorch tells it
 
 Call = Callable[[], Any]
@@ -238,7 +239,7 @@ class Bench:
         if not self.wanted(work):
             return
         sets = [make_inputs(seed) for seed in range(min(buffer_sets(bytes_moved), most_sets))]
-        calls_in_graph = max(len(sets), min(most_calls, math.ceil(200 / (bytes_moved / self.bandwidth * 1e6 + 4))))
+        calls_in_graph = max(len(sets), min(most_calls, math.ceil(GRAPH_US / (bytes_moved / self.bandwidth * 1e6 + 4))))
         errors, runs = {}, {}
         kept = []  # graphs, their outputs, and the calls: a graph holds addresses, not the buffers that a call made
         want = reference(sets[0]) if reference is not None else None

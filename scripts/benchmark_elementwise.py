@@ -49,8 +49,9 @@ def variants(default: Any, **choices: tuple) -> Iterator[tuple[str, Any]]:
 
 
 def rows(bench: Bench, work: str, contenders: list[Contender], make_inputs: Callable, bytes_moved: float) -> None:
-    """One row and its copy. Correctness is the tests' matter: the inputs are too large for FP64 to be quick."""
-    bench.row(work, [*contenders, copy_of(bytes_moved)], make_inputs, bytes_moved=bytes_moved, most_sets=32)
+    """One row and its copy, of small work over as many sets of buffers as keep the L2 cold. Correctness is the tests'
+    matter: the inputs are too large for FP64 to be quick."""
+    bench.row(work, [*contenders, copy_of(bytes_moved)], make_inputs, bytes_moved=bytes_moved, most_sets=2048)
 
 
 def gate_rows(bench: Bench) -> None:
@@ -103,7 +104,7 @@ def gate_rows(bench: Bench) -> None:
     rows(bench, f"bounded gate, packed, T {TOKENS}", [ours], make(1, TOKENS), 6 * elements + parameters)
     ours = Contender("titan_kda.bounded_gate_cumsum", backward(-5.0, pack))
     rows(bench, f"bounded gate backward, packed, T {TOKENS}", [ours], make(1, TOKENS), 8 * elements + 2 * parameters)
-    for sequences in (64, 1024):
+    for sequences in (1, 8, 64, 256, 1024):
         ours = Contender("titan_kda.bounded_gate_cumsum", forward(-5.0, 1))
         moved = 6 * sequences * CHANNELS + parameters
         rows(bench, f"bounded gate, decode N {sequences}", [ours], make(sequences, 1), moved)
@@ -141,9 +142,10 @@ def conv_rows(bench: Bench) -> None:
             ]
         ]
         back = [
-            *variants(short_conv._BACKWARD, rows=(3, 4, 8), span=(64, 128)),
-            *variants(short_conv._BACKWARD, warps=(1, 4), registers=(None, 168)),
-            *variants(short_conv._BACKWARD_LARGE, warps=(4, 8), registers=(None, 128)),
+            *variants(short_conv._BACKWARD, rows=(3, 4, 6), span=(128, 256)),
+            *variants(short_conv._BACKWARD, warps=(1, 2), streams=(1, 2)),
+            *variants(short_conv._BACKWARD_PACKED, warps=(1, 2, 4)),
+            *variants(short_conv._BACKWARD_PACKED, warps=(4,), per_thread=(4,), registers=(None, 128)),
         ]
         tuned_back = [Contender(text, backward(launch=launch)) for text, launch in back]
         tuned_packed = [Contender(text, backward(offsets(MIXED), launch=launch)) for text, launch in back]
