@@ -2,6 +2,8 @@
 
 import functools
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +61,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def whole_gpu():
+    """For tests that take tens of gigabytes: one at a time, however many workers there are, and nothing kept after."""
+    import fcntl
+
+    with open(Path(tempfile.gettempdir()) / f"titan-kda-tests-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()

@@ -445,6 +445,7 @@ def test_many_sequences_and_heads():
 
 
 @gpu
+@pytest.mark.usefixtures("whole_gpu")
 def test_more_than_2_31_elements():
     """The last sequence of a pack, past 2^31 elements of every tensor, has the bits that it has alone."""
     lengths, heads = [524_288, 64], 32

@@ -383,6 +383,7 @@ def test_gpu_more_sequences_than_a_grid_axis():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("whole_gpu")
 def test_gpu_more_than_2_31_elements():
     heads, key_width, tokens = 32, 128, 524_288 + 64
     raw_gate = torch.randn(1, tokens, heads, key_width, dtype=torch.bfloat16, device=DEVICE)

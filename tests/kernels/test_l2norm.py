@@ -172,6 +172,7 @@ def test_gpu_graph_replay_after_data_change_in_place_and_nothing_synchronises():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("whole_gpu")
 def test_gpu_more_than_2_31_elements():
     rows = 2**24 + 100
     x = torch.randn(rows, 128, dtype=torch.bfloat16, device=DEVICE)

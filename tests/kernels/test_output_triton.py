@@ -232,6 +232,7 @@ def test_many_sequences_and_heads():
 
 
 @gpu
+@pytest.mark.usefixtures("whole_gpu")
 def test_states_of_more_than_2_31_elements():
     tokens, heads = 262_208, 32
     q, k = (torch.randn(1, tokens, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -798,6 +798,7 @@ def test_gpu_more_than_65535_sequences_times_heads():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("whole_gpu")
 def test_gpu_tensors_of_more_than_2_to_the_31_elements():
     # Tokens: 2^31 / (64 * 128) rows of 64 heads and then some, as sequences of one token with no state kept, so that
     # o = beta (k . q) v / sqrt(K) is known in closed form.
