@@ -39,6 +39,7 @@ from ._device import (
     span_slots,
     wait_for_earlier_launches,
     widened,
+    within,
 )
 from ._operator import (
     FLOAT_DTYPES,
@@ -67,6 +68,7 @@ MAX_TAPS = 8  # the loops over taps are unrolled: twice as many take minutes to 
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1 / LOG2_E)
+_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _STAGES = tl.constexpr(3)  # of the backward's pipeline; four, with more on their way, are slower
 
 
@@ -91,9 +93,10 @@ def load_taps_by_channel(weight_ptr, channels, in_channels, W: tl.constexpr, WOR
 
 @triton.jit
 def _scaled(taps, factor, W: tl.constexpr):
+    """Times the factor, and finite where they were."""
     scaled = ()
     for w in tl.static_range(W):
-        scaled = scaled + (taps[w] * factor,)
+        scaled = scaled + (within(taps[w] * factor, _FLOAT_MAX),)
     return scaled
 
 
@@ -158,10 +161,10 @@ def _preactivation_grad(grad, y, SILU: tl.constexpr):
     product is spent on changing the base. The fused operations are spelled out, as in ``_filtered``."""
     if SILU:
         s = logistic(y)
-        # slope = s (1 + y (1 - s)): at most 1.1. At an infinite y it is no number, which the minimum drops: a later
-        # token that has no part in the loss must not reach earlier ones.
-        slope = tl.fma(tl.fma(s * -1.0, y, y), _LN_2 * _LN_2, _LN_2)
-        grad = grad * (s * tl.minimum(slope, 2.0))
+        slope = s * tl.fma(tl.fma(s * -1.0, y, y), _LN_2 * _LN_2, _LN_2)  # s (1 + y (1 - s)), at most 1.1
+        # At an infinite y it is no number, which the minimum drops: a later token that has no part in the loss must not
+        # reach earlier ones.
+        grad = grad * tl.minimum(slope, 2.0)
     return grad
 
 
@@ -443,10 +446,10 @@ def _causal_conv1d_backward_kernel(
             taps = _scaled(load_taps_by_channel(weight_ptr, channels, in_channels, W, WORDS), UNIT, W)
         else:  # laid out anew, once; a strided block of two axes would be laid out across them
             flat = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-            flat_taps = load_taps_by_channel(weight_ptr, flat, flat < C, W, WORDS)
+            flat_taps = _scaled(load_taps_by_channel(weight_ptr, flat, flat < C, W, WORDS), UNIT, W)
             taps = ()
             for w in tl.static_range(W):
-                taps = taps + (tl.broadcast_to(flat_taps[w][None, :], [STREAMS, BLOCK]) * UNIT,)
+                taps = taps + (tl.broadcast_to(flat_taps[w][None, :], [STREAMS, BLOCK]),)
 
         for base in tl.range(0, whole, ROWS, num_stages=_STAGES):
             group = tl.cast(base, tl.int64)

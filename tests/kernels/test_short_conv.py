@@ -214,6 +214,15 @@ def test_causality_is_exact(sign, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_the_largest_weights_give_finite_gradients(impl):
+    x = torch.zeros(1, 5, 4, device=DEVICE, requires_grad=True)
+    weight = torch.full((4, 4), torch.finfo(x.dtype).max, device=DEVICE, requires_grad=True)
+    y, _ = causal_conv1d(x, weight, impl=impl)
+    grads = torch.autograd.grad(y, (x, weight), torch.full_like(y, 1e-30))
+    assert all(t.isfinite().all() for t in (y, *grads)) and (grads[0] > 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_strided_inputs_and_gradients_and_nothing_written(impl):
     x, weight, state = conv_inputs(2, 19, 24, 4)
     views = (x[..., 8:16], weight[::3], state.transpose(1, 2).contiguous().transpose(1, 2)[..., :8])
