@@ -8,6 +8,7 @@ ours stands PyTorch's own copy of as many bytes, timed the same way: at small si
 import dataclasses
 import importlib
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,22 @@ from benchmark import Bench, Contender
 TOKENS, HEADS, WIDTH, TAPS = 8192, 32, 128, 4
 CHANNELS = HEADS * WIDTH
 MIXED = (1300, 547, 2048, 963, 271, 3063)
+
+
+def documents(mean: float, tokens: int = TOKENS) -> tuple[int, ...]:
+    """Lengths from an exponential distribution, the last cut off."""
+    draw, lengths = random.Random(1), []
+    while sum(lengths) < tokens:
+        lengths.append(min(1 + int(draw.expovariate(1 / mean)), tokens - sum(lengths)))
+    return tuple(lengths)
+
+
+PACKS = {
+    "packed": MIXED,
+    "64 of 128": (128,) * 64,
+    f"{len(documents(500))} documents": documents(500),
+    f"{len(documents(100))} documents": documents(100),
+}
 
 
 def normal(seed: int) -> Callable[..., torch.Tensor]:
@@ -154,11 +171,13 @@ def conv_rows(bench: Bench) -> None:
     rows(bench, f"conv, T {TOKENS}", [ours, *tuned], make(TOKENS), 4 * elements + weights)
     ours = Contender("titan_kda.causal_conv1d", backward())
     rows(bench, f"conv backward, T {TOKENS}", [ours, *tuned_back], make(TOKENS), 6 * elements + 2 * weights)
-    pack = offsets(MIXED)
-    ours = Contender("titan_kda.causal_conv1d", forward(pack))
-    rows(bench, f"conv, packed, T {TOKENS}", [ours], make(TOKENS), 4 * elements + weights)
-    ours = Contender("titan_kda.causal_conv1d", backward(pack))
-    rows(bench, f"conv backward, packed, T {TOKENS}", [ours, *tuned_packed], make(TOKENS), 6 * elements + 2 * weights)
+    for name, lengths in PACKS.items():
+        pack = offsets(lengths)
+        ours = Contender("titan_kda.causal_conv1d", forward(pack))
+        rows(bench, f"conv, {name}, T {TOKENS}", [ours], make(TOKENS), 4 * elements + weights)
+        tuned = tuned_packed if name == "packed" else []
+        ours = Contender("titan_kda.causal_conv1d", backward(pack))
+        rows(bench, f"conv backward, {name}, T {TOKENS}", [ours, *tuned], make(TOKENS), 6 * elements + 2 * weights)
 
     def step_inputs(sequences: int) -> Callable[[int], dict[str, torch.Tensor]]:
         def inputs(seed: int) -> dict[str, torch.Tensor]:
