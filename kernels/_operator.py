@@ -127,6 +127,13 @@ def check_slots(op: str, state: Tensor, state_indices: Tensor | None, sequences:
         raise ValueError(f"{op}: {name} must have a slot for each of {sequences} sequences, got {state.shape[0]}")
 
 
+def check_slot_values(op: str, state: Tensor, state_indices: Tensor | None) -> None:
+    """Checks that the indices are slots of ``state``; waits for a GPU, as the reference, for which it is, does."""
+    highest = int(state_indices.max()) if state_indices is not None and state_indices.numel() else -1
+    if highest >= state.shape[0]:
+        raise ValueError(f"{op}: state_indices must be below the {state.shape[0]} slots, got {highest}")
+
+
 def sequence_count(batch: int, cu_seqlens: Tensor | None) -> int:
     """N: the rows of a dense batch, or the packed sequences."""
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1

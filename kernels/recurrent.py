@@ -33,6 +33,7 @@ from ._operator import (
     check_lower_bound,
     check_rank,
     check_shape,
+    check_slot_values,
     check_slots,
     empty_like_optional,
     register,
@@ -495,7 +496,9 @@ def recurrent_kda_step_reference(
     gate: str,
     lower_bound: float,
     beta_scale: float,
+    op: str = "recurrent_kda_step",
 ) -> Tensor:
+    check_slot_values(op, state, state_indices)
     with without_autocast(q):
         output = naive_recurrent_kda_step(
             q.float(),

@@ -284,8 +284,9 @@ def _conv_step_reference(
     beta_scale: float,
 ) -> Tensor:
     _, heads, key_width, value_width = state.shape
+    op = "recurrent_kda_conv_step"
     q, k, v = (
-        convolution_step_reference(x, weight, cache, "silu", state_indices).unflatten(1, (heads, width))
+        convolution_step_reference(x, weight, cache, "silu", state_indices, op).unflatten(1, (heads, width))
         for x, weight, cache, width in (
             (q, q_weight, q_cache, key_width),
             (k, k_weight, k_cache, key_width),
@@ -293,7 +294,7 @@ def _conv_step_reference(
         )
     )
     return recurrent_kda_step_reference(
-        q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, state_indices, gate, lower_bound, beta_scale
+        q, k, v, raw_gate, beta_logits, A_log, dt_bias, state, state_indices, gate, lower_bound, beta_scale, op
     )
 
 

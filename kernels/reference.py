@@ -544,7 +544,8 @@ def naive_causal_conv1d(
         y = F.conv1d(run.mT[None], weight[:, None], groups=channels)[0].mT
     y = _activate("naive_causal_conv1d", y, activation)
     kept = y.split(cuts[:-1])[::2] if lengths else ()
-    output = torch.cat([x.new_zeros(0, channels), *kept, x.new_zeros(batch * tokens - sum(lengths), channels)])
+    nothing = x[:, :0].reshape(0, channels) * weight[:, 0]  # without sequences too, the output has a gradient
+    output = torch.cat([nothing, *kept, x.new_zeros(batch * tokens - sum(lengths), channels)])
     return output.reshape(x.shape), final_state
 
 

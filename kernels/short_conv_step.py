@@ -19,6 +19,7 @@ from ._operator import (
     check_dtype,
     check_rank,
     check_shape,
+    check_slot_values,
     check_slots,
     register,
     resolve_impl,
@@ -162,7 +163,8 @@ def _step_triton(x, weight, state, activation, state_indices, launch=_STEP):
 # ---- registration ----
 
 
-def convolution_step_reference(x, weight, state, activation, state_indices):
+def convolution_step_reference(x, weight, state, activation, state_indices, op="causal_conv1d_step"):
+    check_slot_values(op, state, state_indices)
     with without_autocast(x):
         wide_state = state.float()  # state itself if it is FP32
         output = naive_causal_conv1d_step(

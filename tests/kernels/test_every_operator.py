@@ -194,6 +194,16 @@ def test_a_debug_run_asserts(name, monkeypatch):
         call(name, "triton", **inputs | {bad[0]: bad[1].int()})
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_an_index_past_the_slots_is_refused_by_name(name):
+    inputs = arguments(name)
+    before = {key: value.clone() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    inputs["state_indices"] = torch.tensor([2, 4, 0], dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^{name}: state_indices must be below the 4 slots, got 4"):
+        call(name, "reference", **inputs)
+    assert all(torch.equal(inputs[key], value) for key, value in before.items() if key != "state_indices")
+
+
 # ---- on a GPU ----
 
 

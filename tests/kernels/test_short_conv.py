@@ -319,6 +319,10 @@ def test_no_tokens_or_no_sequences(impl):
             assert torch.equal(outputs[1], torch.zeros_like(state) if initial is None else state)
             assert not grads[1].any()
             assert initial is None or torch.equal(grads[2], grad_final)
+        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        output, _ = causal_conv1d(x, weight, cu_seqlens=packed, impl=impl)
+        _, dweight = torch.autograd.grad(output, (x, weight), torch.ones_like(output))
+        assert packed is None or not dweight.any()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
