@@ -10,6 +10,7 @@ float's ordered integer, 16 for bf16 and 32 for the others, each a pass over the
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 # (a Triton kernel is another language in Python's clothes)
 
 import sys
