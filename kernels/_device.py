@@ -57,8 +57,8 @@ def locate_span(slot, cu_seqlens_ptr, T, N, SPAN, PACKED: tl.constexpr):
 
 @triton.jit
 def mask_if(mask, condition):
-    """``mask`` where the scalar condition holds, else nothing. (It goes through a block of integers: Triton 3.9's
-    interpreter makes integers of a block mask & a scalar one.)"""
+    """``mask`` where the scalar condition holds, else nothing. (It goes through a block of integers: interpreters make
+    integers of a block mask & a scalar one, in Triton 3.9, or fail at it, in 3.7.)"""
     return mask & (tl.zeros(mask.shape, tl.int32) + condition.to(tl.int32) != 0)
 
 
@@ -75,6 +75,15 @@ def load_rows(ptrs, stride, start, first, rows, in_channels, ROWS: tl.constexpr)
         mask = mask_if(in_channels, first + r < rows)
         loaded = loaded + (tl.load(ptrs + (start + first + r) * stride, mask=mask, other=0.0),)
     return loaded
+
+
+@triton.jit
+def at_most(tile, limit):
+    """The minimum, and ``limit`` where the tile is no number."""
+    if INTERPRETED:  # Triton 3.7's lets NaN through a minimum
+        return tl.where(tile < limit, tile, limit)
+    else:
+        return tl.minimum(tile, limit)
 
 
 @triton.jit
@@ -124,6 +133,11 @@ def reciprocal(tile):
 def logistic(x_log2):
     """1 / (1 + 2^-x): the sigmoid of x ln(2), for every x."""
     return reciprocal(1.0 + tl.exp2(x_log2 * -1.0))
+
+
+def flag(condition: bool) -> bool | int:
+    """A condition as a kernel's runtime argument: the interpreter of Triton 3.7 takes no bool."""
+    return int(condition) if INTERPRETED.value else condition
 
 
 def cdiv(a: int, b: int) -> int:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import cdiv, dependent_launch, on_device, power_of_2, wait_for_earlier_launches
+from ._device import cdiv, dependent_launch, flag, mask_if, on_device, power_of_2, wait_for_earlier_launches
 from ._operator import (
     FLOAT_DTYPES,
     check_core_inputs,
@@ -155,7 +155,7 @@ def _recurrent_kda_kernel(
     in_v = columns < V
     in_state = in_k[:, None] & in_v[None, :]
     state_offsets = head_row.to(tl.int64) * (K * V) + rows[:, None] * V + columns[None, :]
-    state = tl.load(initial_state_ptr + state_offsets, mask=in_state & has_initial_state, other=0.0)
+    state = tl.load(initial_state_ptr + state_offsets, mask=mask_if(in_state, has_initial_state), other=0.0)
 
     wide_rows = rows.to(tl.int64)
     wide_columns = columns.to(tl.int64)
@@ -210,7 +210,7 @@ def _recurrent_kda_kernel(
             q, k, v, gate, beta = next_q, next_k, next_v, next_gate, next_beta
             next_q, next_k, next_v, next_gate, next_beta = far_q, far_k, far_v, far_gate, far_beta
 
-    tl.store(final_state_ptr + state_offsets, state, mask=in_state & has_final_state)
+    tl.store(final_state_ptr + state_offsets, state, mask=mask_if(in_state, has_final_state))
 
 
 @triton.jit
@@ -377,8 +377,8 @@ def launch_recurrent_kda(
             tokens,
             heads,
             1.0 / math.sqrt(key_width),
-            initial_state is not None,
-            output_final_state,
+            flag(initial_state is not None),
+            flag(output_final_state),
             K=key_width,
             V=value_width,
             BLOCK_K=block_k(key_width),

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ._device import (
     Launch,
+    at_most,
     cdiv,
     dependent_launch,
     load_rows,
@@ -164,7 +165,7 @@ def _preactivation_grad(grad, y, SILU: tl.constexpr):
         slope = s * tl.fma(tl.fma(s * -1.0, y, y), _LN_2 * _LN_2, _LN_2)  # s (1 + y (1 - s)), at most 1.1
         # At an infinite y it is no number, which the minimum drops: a later token that has no part in the loss must not
         # reach earlier ones.
-        grad = grad * tl.minimum(slope, 2.0)
+        grad = grad * at_most(slope, 2.0)
     return grad
 
 

@@ -48,9 +48,12 @@ def use_cpu_if_no_accelerator() -> bool:
     """Switches torchtitan to the CPU where there is no accelerator; returns whether it did. Safe to call twice."""
     if torch.accelerator.is_available():
         return False
+    import numpy as np  # with torchtitan's datasets
 
     # Decays fade through the denormal numbers, where a CPU's arithmetic is several times slower; GPUs flush them too.
     # Before any thread pool is made: threads take the setting from the one that starts them.
+    for dtype in (np.float32, np.float64):
+        np.finfo(dtype)  # kept from here on; of flushed numbers NumPy 2.2 would warn
     torch.set_flush_denormal(True)
 
     from torchtitan.components import metrics
