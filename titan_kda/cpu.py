@@ -52,7 +52,7 @@ def use_cpu_if_no_accelerator() -> bool:
 
     # Decays fade through the denormal numbers, where a CPU's arithmetic is several times slower; GPUs flush them too.
     # Before any thread pool is made: threads take the setting from the one that starts them.
-    for dtype in (np.float32, np.float64):
+    for dtype in ("float32", "float64"):
         np.finfo(dtype)  # kept from here on; of flushed numbers NumPy 2.2 would warn
     torch.set_flush_denormal(True)
 
