@@ -555,8 +555,8 @@ def test_gpu_widths(width):
 
 
 @pytest.mark.gpu
-def test_gpu_long_spans_and_many_workers():
-    """Spans of every length that the launcher picks, programs with several spans, and their weight gradient."""
+def test_gpu_long_pieces_and_several_turns_of_them():
+    """Pieces in one turn of the programs and in several, also where the blocks do not divide one."""
     for tokens, channels in ((8192, 4096), (4096, 4096), (70_000, 512), (8192, 100)):
         x, weight, state = conv_inputs(1, tokens, channels, 4, "bf16")
         check_against_fp64(x, weight, state, "bf16")
